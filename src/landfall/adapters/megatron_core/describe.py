@@ -1,0 +1,188 @@
+"""A megatron-core model and its distributed optimizer as shards, where they lie, without communication.
+
+megatron-core itself saves the optimizer by gathering it into whole parameters (``fully_reshardable``). Here
+each data-parallel rank describes the flat range that it owns as boxes of the same model-space tensors, under
+the same keys, so the files are the same to a reader and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from landfall.format import torch_dist
+from landfall.format.shards import Box, ObjectShard, Shard, boxes_of_flat_range
+from landfall.models.qwen3_vl import Piece as NamePiece
+
+OPTIMIZER_PREFIX = "optimizer.state"
+STATES = ("param", "exp_avg", "exp_avg_sq")
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+"""What tells stock megatron-core how our checkpoints are laid out (its ``content_metadata``)."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a parameter that is one box of a tensor in the checkpoint.
+
+    ``start`` is where it begins in the flattened local parameter; ``shape`` is its local shape with the axes
+    that the checkpoint's tensor has in front (one per stacked layer).
+    """
+
+    key: str
+    global_shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    is_main: bool
+    """Whether this rank's data-parallel group is the one that saves it (not another tensor-parallel copy)."""
+
+
+@dataclass(frozen=True)
+class DescribedParameter:
+    parameter: torch.Tensor
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What :func:`describe_model` found, the basis for model, optimizer, saving and loading."""
+
+    parameters: list[DescribedParameter]
+    objects: list[ObjectShard]
+    replicas: tuple[int, ...]
+    """The global ranks that hold the same model slice as this one: the data-parallel group."""
+
+
+def describe_model(model: torch.nn.Module) -> ModelDescription:
+    """Describe a megatron-core module (not wrapped in DDP). Any rank, alone; nothing is copied."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    replicas = tuple(sorted(torch.distributed.get_process_group_ranks(group)))
+    state = model.sharded_state_dict(metadata={**METADATA, "dp_cp_group": group})
+    parameters, objects = [], []
+    for entry in nested_values(state):
+        if isinstance(entry, ShardedObject):
+            if _is_main(entry.replica_id):
+                payload = torch_dist.object_bytes([entry.data])
+                objects.append(ObjectShard(entry.unique_key, payload, replicas))
+        else:
+            tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
+            pieces = tuple(_piece(tensor, entry.data) for tensor in nested_values(tensors))
+            parameters.append(DescribedParameter(entry.data, pieces))
+    return ModelDescription(parameters, objects, replicas)
+
+
+def model_shards(description: ModelDescription, *, to_save: bool) -> list[Shard]:
+    """The model's tensors: to save, those that this data-parallel group writes; to load, all of them."""
+    return [
+        _shard(piece, piece.key, described.parameter, description.replicas)
+        for described in description.parameters
+        for piece in described.pieces
+        if piece.is_main or not to_save
+    ]
+
+
+def optimizer_shards(optimizer: Any, description: ModelDescription, *, to_save: bool) -> list[Shard]:
+    """This rank's slice of main parameters and Adam moments, as boxes of the model-space tensors.
+
+    Its state must exist (see sft.optim); views, not copies. Nobody else holds these boxes.
+    """
+    pieces = {described.parameter: described.pieces for described in description.parameters}
+    rank = torch.distributed.get_rank()
+    shards = []
+    for parameter, start, state in _owned_ranges(optimizer):
+        for name in STATES:
+            flat = state[name].detach().view(-1)
+            for piece in pieces[parameter]:
+                if piece.is_main or not to_save:
+                    key = f"{OPTIMIZER_PREFIX}.{name}.{piece.key}"
+                    shards.extend(_flat_shards(piece, key, flat, start, rank))
+    return shards
+
+
+def hugging_face_shards(
+    model: torch.nn.Module, pieces_of: Callable[[str], Iterable[NamePiece]], replicas: tuple[int, ...]
+) -> list[Shard]:
+    """The model's parameters as row blocks of Hugging Face's tensors, to export or to load.
+
+    ``pieces_of`` maps a parameter's name to its row blocks (models.qwen3_vl). One pipeline and tensor
+    parallel rank holds the whole model.
+    """
+    shards = []
+    for name, parameter in model.named_parameters():
+        for piece in pieces_of(name):
+            data = parameter.detach()[piece.row : piece.row + piece.num_rows].view(-1, *piece.hf_shape[1:])
+            box = Box(
+                (piece.hf_row, *(0 for _ in piece.hf_shape[1:])), (piece.num_rows, *piece.hf_shape[1:])
+            )
+            shards.append(Shard(piece.hf_name, tuple(piece.hf_shape), box, data, replicas))
+    return shards
+
+
+def distributed_optimizers(optimizer: Any) -> list[DistributedOptimizer]:
+    """The distributed optimizers in a (possibly chained) megatron optimizer that own parameters."""
+    found = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [inner for inner in found if not getattr(inner, "is_stub_optimizer", False)]
+
+
+def _owned_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
+    """(model parameter, first flat element owned, main parameter and moments) for all that this rank owns."""
+    for inner in distributed_optimizers(optimizer):
+        for buffer in inner.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        state = inner._get_main_param_and_optimizer_states(parameter)
+                        yield parameter, ranges["param"].start, state
+
+
+def _flat_shards(piece: Piece, key: str, flat: torch.Tensor, start: int, rank: int) -> Iterator[Shard]:
+    """The part of a flat range [start, start + len) of a parameter that lies in ``piece``, as boxes."""
+    length = 1
+    for size in piece.shape:
+        length *= size
+    begin = max(start, piece.start) - piece.start
+    end = min(start + flat.numel(), piece.start + length) - piece.start
+    position = begin + piece.start - start
+    for box in boxes_of_flat_range(piece.shape, begin, end):
+        data = flat[position : position + box.num_elements].view(box.sizes)
+        position += box.num_elements
+        offsets = tuple(a + b for a, b in zip(piece.offsets, box.offsets, strict=True))
+        yield Shard(key, piece.global_shape, Box(offsets, box.sizes), data, (rank,))
+
+
+def _shard(piece: Piece, key: str, parameter: torch.Tensor, replicas: tuple[int, ...]) -> Shard:
+    length = 1
+    for size in piece.shape:
+        length *= size
+    data = parameter.detach().view(-1)[piece.start : piece.start + length].view(piece.shape)
+    return Shard(key, piece.global_shape, Box(piece.offsets, piece.shape), data, replicas)
+
+
+def _piece(tensor: ShardedTensor, parameter: torch.Tensor) -> Piece:
+    data = tensor.data
+    if not (data.is_contiguous() and parameter.is_contiguous()):
+        raise ValueError(f"{tensor.key}: only contiguous parts of parameters can be saved in place")
+    return Piece(
+        key=tensor.key,
+        global_shape=tuple(tensor.global_shape),
+        offsets=tuple(tensor.global_offset),
+        shape=(1,) * tensor.prepend_axis_num + tuple(data.shape),
+        start=(data.data_ptr() - parameter.data_ptr()) // parameter.element_size(),
+        is_main=_is_main(tensor.replica_id),
+    )
+
+
+def _is_main(replica_id: int | tuple[int, ...]) -> bool:
+    """Whether a replica is the first in all but the data-parallel dimension, which comes last."""
+    return isinstance(replica_id, int) or not any(replica_id[:-1])

@@ -1,0 +1,75 @@
+"""The newest checkpoint that can be trusted, whatever a tracker says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from landfall.engine.verify import verify
+from landfall.errors import DamagedError, NoCheckpointError
+from landfall.format.manifest import NAME, decode_manifest
+
+_PATTERNS = ("", "checkpoint-*", "v*/checkpoint-*", "iter_*")
+"""Where checkpoints lie below a path that a user names: itself, in a run folder, in a save folder."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The folder of a checkpoint that verifies, and what newer ones were skipped for which reason."""
+
+    folder: Path
+    step: int
+    save_id: str
+    skipped: list[str] = field(default_factory=list)
+
+
+def newest(path: str | os.PathLike[str]) -> Found:
+    """The newest committed checkpoint at or below ``path`` whose every byte verifies.
+
+    A path that is itself a checkpoint is taken or refused, never replaced by another. Raises
+    NoCheckpointError when there is none, DamagedError when all are damaged. Reads all data of the one
+    that it returns; call it on one rank.
+    """
+    named = Path(path)
+    skipped: list[str] = []
+    for folder in _newest_first(named, skipped):
+        report = verify(folder)
+        if report.ok:
+            return Found(folder, report.step, report.save_id, skipped)
+        skipped.append(f"{folder}: {report.faults[0]}")
+        if folder == named:
+            break
+    if skipped:
+        raise DamagedError(
+            "No checkpoint here can be trusted",
+            where=str(named),
+            got="\n".join(skipped),
+            do="`landfall verify` shows all damage of one checkpoint; name an older one to load it",
+        )
+    raise NoCheckpointError(
+        "There is no committed checkpoint here",
+        where=str(named),
+        expected=f"a folder with {NAME}, or one that holds checkpoint-N folders",
+        do="check the path; a save that was cut short leaves no checkpoint",
+    )
+
+
+def _newest_first(path: Path, skipped: list[str]) -> Iterator[Path]:
+    found: list[tuple[str, int, Path]] = []
+    for pattern in _PATTERNS:
+        for folder in [path] if not pattern else sorted(path.glob(pattern)):
+            manifest = folder / NAME
+            try:
+                read = decode_manifest(manifest.read_bytes(), str(manifest))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except DamagedError as error:
+                skipped.append(f"{folder}: {error}")
+                continue
+            found.append((read.created, read.step, folder))
+        if found and not pattern:
+            break
+    for _, _, folder in sorted(found, reverse=True):
+        yield folder

@@ -1,0 +1,86 @@
+"""From where tensors lie to host memory, in bounded pieces and without a byte of device memory.
+
+Host tensors are written from where they are. Device tensors pass through two pinned buffers: while one is
+being written, the next piece is copied into the other. Only contiguous runs are copied, because torch would
+allocate device memory to copy anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+BUFFER_BYTES = 32 << 20
+
+
+class Stager:
+    """Two pinned host buffers, made before training fills device and host."""
+
+    def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        self._buffers: list[torch.Tensor] = []
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+
+    def pieces(self, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
+        """The row-major bytes of ``tensors``, one after the other; a piece is valid until the next is taken.
+
+        The caller's stream must not change the tensors meanwhile (a synchronous save: nothing else runs).
+        """
+        if self._stream is None:
+            for tensor in tensors:
+                for run in contiguous_runs(tensor):
+                    if run.is_cuda:
+                        raise ValueError("a Stager made for the CPU got a tensor on a device")
+                    yield host_bytes(run)
+            return
+        yield from self._from_device(tensors, self._stream)
+
+    def _from_device(self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> Iterator[memoryview]:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        events = [torch.cuda.Event() for _ in self._buffers]
+        previous: tuple[int, int] | None = None
+        for count, run in enumerate(self._bounded_runs(tensors)):
+            slot = count % len(self._buffers)
+            with torch.cuda.stream(stream):
+                self._buffers[slot][: run.numel()].copy_(run, non_blocking=True)
+                events[slot].record(stream)
+            if previous is not None:
+                yield self._filled(previous, events)
+            previous = (slot, run.numel())
+        if previous is not None:
+            yield self._filled(previous, events)
+
+    def _filled(self, piece: tuple[int, int], events: list[torch.cuda.Event]) -> memoryview:
+        slot, num_bytes = piece
+        events[slot].synchronize()
+        return memoryview(self._buffers[slot].numpy())[:num_bytes]
+
+    def _bounded_runs(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        limit = self._buffers[0].numel()
+        for tensor in tensors:
+            for run in contiguous_runs(tensor):
+                flat = _flat_bytes(run)
+                for start in range(0, flat.numel(), limit):
+                    yield flat[start : start + limit]
+
+
+def contiguous_runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Contiguous views that together are ``tensor`` in row-major order; as few as its strides allow."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        yield tensor
+        return
+    for row in tensor:
+        yield from contiguous_runs(row)
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor, as writable bytes."""
+    return memoryview(_flat_bytes(tensor).numpy())
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)

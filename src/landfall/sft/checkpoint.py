@@ -1,0 +1,258 @@
+"""What a training run saves and how it comes back: ms-swift's folders on the engine's saves."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from landfall.adapters.megatron_core import describe
+from landfall.engine.checkpoint import Checkpoint
+from landfall.engine.contents import SAFETENSORS, TORCH_DIST, Contents, Safetensors, TorchDist
+from landfall.engine.hugging_face import HuggingFaceFolder
+from landfall.engine.latest import newest
+from landfall.engine.load import load
+from landfall.engine.save import save
+from landfall.engine.stock import StockCheckpoint
+from landfall.errors import DamagedError, LandfallError, UsageError
+from landfall.format import torch_dist
+from landfall.format.hf_folder import plan_export
+from landfall.format.manifest import Manifest
+from landfall.format.safetensors import from_torch_dtype
+from landfall.format.unpickle import load_object
+from landfall.models.qwen3_vl import Qwen3VLNames
+from landfall.sft import rng
+from landfall.sft.config import SftConfig
+from landfall.sft.folders import StockFolder, find_stock
+from landfall.sft.runtime import Runtime
+from landfall.store.local import LocalStore
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RNG_KEY = "rng_state"
+
+
+@dataclass
+class Trained:
+    """All that training changes: what a checkpoint holds."""
+
+    model: torch.nn.Module
+    """The bare model, not its data-parallel wrapper."""
+    optimizer: Any
+    scheduler: Any
+    names: Qwen3VLNames
+
+
+class Position(msgspec.Struct, frozen=True):
+    """Where training is in its data; kept in common.pt under ``landfall``."""
+
+    step: int
+    num_rows: int
+    epoch_rows: int
+    global_batch_size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The files beside the weights that make a checkpoint folder a Hugging Face model; read at start."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+
+
+def save_checkpoint(
+    trained: Trained,
+    folder: Path,
+    config: SftConfig,
+    runtime: Runtime,
+    position: Position,
+    files: dict[str, bytes],
+) -> Manifest:
+    """Save checkpoint-N, every rank; committed on return, SaveError (and the older ones whole) otherwise.
+
+    From the first line to the last there is no collective and no device allocation.
+    """
+    step = position.step
+    contents = _contents(trained, config, runtime, position, files)
+    return save(contents, LocalStore(folder), runtime.session, step=step)
+
+
+def _contents(
+    trained: Trained, config: SftConfig, runtime: Runtime, position: Position, files: dict[str, bytes]
+) -> Contents:
+    description = describe.describe_model(trained.model)
+    iteration = f"iter_{position.step:07d}/"
+    # As ms-swift: weights that are exported anyway are not saved twice unless the optimizer comes along.
+    export_only = config.save_safetensors and config.no_save_optim
+    shards = [] if export_only else describe.model_shards(description, to_save=True)
+    objects = [] if export_only else list(description.objects)
+    if not config.no_save_optim:
+        shards += describe.optimizer_shards(trained.optimizer, description, to_save=True)
+    if not config.no_save_rng:
+        objects += rng.object_shards(RNG_KEY, description.replicas)
+    common = b""
+    if runtime.rank == 0:
+        common = torch_dist.object_bytes(_common(trained, config, position))
+    safetensors = None
+    if config.save_safetensors:
+        exported = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
+        dtype = from_torch_dtype(exported[0].data.dtype)
+        tensors = {name: (dtype, shape) for name, shape in trained.names.hf_shapes().items()}
+        safetensors = Safetensors(exported, plan_export(tensors, config.max_shard_size))
+    folder_files = {**files, TRACKER: f"{position.step}\n".encode()} if runtime.rank == 0 else {}
+    return Contents(
+        TorchDist(shards, objects, common, iteration),
+        safetensors,
+        folder_files,
+        index_folder=iteration,
+        notes={"optimizer": not config.no_save_optim, "rng": not config.no_save_rng},
+    )
+
+
+def _common(trained: Trained, config: SftConfig, position: Position) -> dict[str, Any]:
+    """common.pt with the keys that Megatron's training knows, and ours under ``landfall``."""
+    common: dict[str, Any] = {
+        "args": argparse.Namespace(**msgspec.to_builtins(vars(config), builtin_types=())),
+        "checkpoint_version": 3.0,
+        "iteration": position.step,
+        "content_metadata": dict(describe.METADATA),
+        "landfall": msgspec.to_builtins(position),
+    }
+    if not config.no_save_optim:
+        common["optimizer"] = _optimizer_common(trained.optimizer)
+        common["opt_param_scheduler"] = trained.scheduler.state_dict()
+    return common
+
+
+def _optimizer_common(optimizer: Any) -> dict[Any, Any]:
+    """The optimizer's state that is no tensor, as stock megatron-core keeps it (one entry an optimizer)."""
+    states = [
+        {**inner.state_dict(), "param_state_sharding_type": describe.METADATA["distrib_optim_sharding_type"]}
+        for inner in describe.distributed_optimizers(optimizer)
+    ]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Runtime) -> Position | None:
+    """Continue from a checkpoint, every rank: weights, and unless ``finetune`` all that training had.
+
+    ``path`` is a checkpoint-N folder, a run or save folder that holds them, or one of stock megatron-core.
+    Returns the position to continue at; None when training starts at step 0 (``finetune``, or weights
+    without optimizer).
+    """
+    opened = _open(path, runtime)
+    description = describe.describe_model(trained.model)
+    if isinstance(opened, Checkpoint) and TORCH_DIST not in opened.manifest.content["formats"]:
+        exported = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
+        load(exported, opened, SAFETENSORS)
+    else:
+        load(describe.model_shards(description, to_save=False), opened, TORCH_DIST)
+    if config.finetune:
+        return None
+    common = load_object(_read_common(opened), opened.place)
+    _check_resumable(common, opened, config)
+    if not config.no_load_optim:
+        load(describe.optimizer_shards(trained.optimizer, description, to_save=False), opened, TORCH_DIST)
+        _restore_optimizer(trained, common)
+    if not config.no_load_rng:
+        _restore_rng(opened, runtime)
+    position = common.get("landfall")
+    if position is None:  # a stock checkpoint knows the iteration but not the data position
+        return Position(int(common["iteration"]), 0, 0, config.global_batch_size, config.seed)
+    return msgspec.convert(position, Position)
+
+
+def load_weights(folder: Path, trained: Trained) -> None:
+    """Fill a model from a Hugging Face folder; each rank reads what it holds."""
+    description = describe.describe_model(trained.model)
+    shards = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
+    load(shards, HuggingFaceFolder(folder), SAFETENSORS)
+
+
+def _open(path: Path, runtime: Runtime) -> Checkpoint | StockCheckpoint:
+    """Rank 0 picks (and verifies) what is loaded, so that all ranks load the same."""
+    choice: dict[str, Any] = {}
+    if runtime.rank == 0:
+        try:
+            choice = _choose(path)
+        except LandfallError as error:
+            choice = {"error": str(error), "code": error.exit_code}
+    choice = json.loads(
+        runtime.coordinator.from_rank0("load/choice", json.dumps(choice).encode(), runtime.session.deadline_s)
+    )
+    if "error" in choice:
+        kind = UsageError if choice["code"] == UsageError.exit_code else DamagedError
+        raise kind(choice["error"])
+    store = LocalStore(choice["folder"])
+    if choice["stock"]:
+        return StockCheckpoint(store, choice["stock"])
+    checkpoint = Checkpoint(store)
+    if checkpoint.manifest.save_id != choice["save_id"]:
+        raise DamagedError(
+            "This rank sees another checkpoint than rank 0",
+            where=f"rank {runtime.rank}, {checkpoint.place}",
+            got=checkpoint.manifest.save_id,
+            expected=choice["save_id"],
+            do="load from a file system that is shared by all nodes",
+        )
+    return checkpoint
+
+
+def _choose(path: Path) -> dict[str, Any]:
+    stock: StockFolder | None = find_stock(path)
+    if stock is not None:
+        return {"folder": str(stock.folder), "stock": stock.iteration, "save_id": "", "skipped": []}
+    found = newest(path)
+    return {"folder": str(found.folder), "stock": "", "save_id": found.save_id, "skipped": found.skipped}
+
+
+def _read_common(opened: Checkpoint | StockCheckpoint) -> bytes:
+    if isinstance(opened, StockCheckpoint):
+        return opened.store.read(opened.folder + torch_dist.COMMON)
+    name = next(name for name in opened.manifest.published if name.endswith(torch_dist.COMMON))
+    return opened.read_file(name)
+
+
+def _check_resumable(common: dict[str, Any], opened: Checkpoint | StockCheckpoint, config: SftConfig) -> None:
+    missing = []
+    if not config.no_load_optim and "optimizer" not in common:
+        missing.append("optimizer state (it was saved with --no_save_optim)")
+    if not config.no_load_rng and not _rng_records(opened):
+        missing.append("random number states (it was saved with --no_save_rng; --no_load_rng does without)")
+    if missing:
+        raise UsageError(
+            "Training can't be continued from this checkpoint as if it had never stopped",
+            where=opened.place,
+            got="no " + ", and no ".join(missing),
+            do="--finetune true starts at step 0 from its weights; --no_load_optim true and --no_load_rng true "
+            "continue at its step without them",
+        )
+
+
+def _restore_optimizer(trained: Trained, common: dict[str, Any]) -> None:
+    states = common["optimizer"]
+    inner = describe.distributed_optimizers(trained.optimizer)
+    for number, optimizer in enumerate(inner):
+        state = dict(states if len(inner) == 1 else states[number])
+        state.pop("param_state", None)
+        state.pop("param_state_sharding_type", None)
+        optimizer.load_state_dict(state)
+    if "opt_param_scheduler" in common:
+        trained.scheduler.load_state_dict(common["opt_param_scheduler"])
+
+
+def _rng_records(opened: Checkpoint | StockCheckpoint) -> dict[str, Any]:
+    objects = opened.objects(TORCH_DIST)
+    return {key: record for key, record in objects.items() if key.startswith(f"{RNG_KEY}/")}
+
+
+def _restore_rng(opened: Checkpoint | StockCheckpoint, runtime: Runtime) -> None:
+    records = _rng_records(opened)
+    key = rng.object_key(RNG_KEY)
+    if key not in records:
+        return  # saved in another tensor- or pipeline-parallel layout: fresh states, from the seed
+    rng.restore(load_object(opened.read_object(records[key]), opened.place))

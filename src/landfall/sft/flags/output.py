@@ -1,0 +1,94 @@
+"""Flags that say what a run writes, what it starts from, and when it evaluates."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import partial
+
+from landfall.sft.flags import spec
+
+checkpoint_flag = partial(spec.flag, "Checkpoints")
+evaluation_flag = partial(spec.flag, "Evaluation and logging")
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B", re.IGNORECASE)
+
+
+def size_bytes(text: str) -> int | None:
+    """The bytes of a size like 5GB (10^9 each) or 5GiB (2^30 each); None if it is none, or below 1 byte."""
+    match = SIZE.fullmatch(text)
+    if match is None:
+        return None
+    number, prefix, binary = match.groups()
+    unit = (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " ")
+    return int(float(number) * unit) or None
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """Checkpoints, evaluation, logging."""
+
+    save: str = checkpoint_flag(
+        "",
+        "The folder for everything that the run writes. On several nodes it has to be the same shared "
+        "folder.",
+        aliases=("output_dir",),
+        check=spec.NOT_EMPTY,
+        default_text="megatron_output/<name of the model>",
+    )
+    add_version: bool = checkpoint_flag(True, "Write into a new folder v<n>-<date>-<time> inside --save.")
+    save_interval: int = checkpoint_flag(
+        500,
+        "Steps between checkpoints. There is one at the end of the training in any case.",
+        aliases=("save_steps",),
+        check=spec.COUNT,
+    )
+    no_save_optim: bool = checkpoint_flag(
+        False,
+        "Leave out the optimizer's state: a smaller checkpoint, from which training can't be continued "
+        "exactly.",
+    )
+    no_save_rng: bool = checkpoint_flag(False, "Leave out the state of the random generators.")
+    save_safetensors: bool = checkpoint_flag(
+        True,
+        "Also write the weights as a Hugging Face folder: safetensors, config.json, tokenizer, processor.",
+    )
+    max_shard_size: str = checkpoint_flag(
+        "5GB",
+        "The largest safetensors file: 5GB is 5*10^9 bytes, 5GiB 5*2^30.",
+        check=spec.Check("a size such as 5GB or 500MB", lambda text: size_bytes(text) is not None),
+    )
+    load: str | None = checkpoint_flag(
+        None,
+        "The checkpoint to go on from: a checkpoint-N folder, or the folder of a run, whose newest good "
+        "checkpoint is taken. --finetune says how much of it is used.",
+        aliases=("mcore_model", "resume_from_checkpoint"),
+        check=spec.NOT_EMPTY,
+    )
+    no_load_optim: bool = checkpoint_flag(False, "With --load: begin with a fresh optimizer.")
+    no_load_rng: bool = checkpoint_flag(False, "With --load: seed the random generators afresh.")
+    eval_interval: int | None = evaluation_flag(
+        None,
+        "Steps between evaluations.",
+        aliases=("eval_steps",),
+        check=spec.COUNT,
+        default_text="--save_interval",
+    )
+    eval_iters: int = evaluation_flag(
+        -1,
+        "Global batches in an evaluation; -1 is the whole validation set, 0 none.",
+        check=spec.COUNT_OR_ALL,
+    )
+    log_interval: int = evaluation_flag(
+        5, "Steps between lines of the log.", aliases=("logging_steps",), check=spec.COUNT
+    )
+    report_to: tuple[str, ...] = evaluation_flag(
+        ("tensorboard",),
+        "Where the log goes besides the terminal and logging.jsonl.",
+        choices=("tensorboard", "wandb", "swanlab"),
+        built=("tensorboard",),
+        do="leave it out, and read logging.jsonl or the tensorboard files from there",
+    )
+    tensorboard_dir: str | None = evaluation_flag(
+        None, "The folder of the tensorboard files.", default_text="<save>/runs", check=spec.NOT_EMPTY
+    )

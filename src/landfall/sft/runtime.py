@@ -1,0 +1,102 @@
+"""One rank's place in the job: its device, its process groups, and what saves need, made once at start."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import random
+import warnings
+from dataclasses import dataclass
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from landfall.coord.base import Coordinator
+from landfall.coord.solo import SoloCoordinator
+from landfall.coord.tcpstore import TCPStoreCoordinator
+from landfall.engine.session import Session
+from landfall.engine.stage import Stager
+from landfall.sft.config import SftConfig
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What every part of training needs to know about this rank."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    session: Session
+
+    @property
+    def coordinator(self) -> Coordinator:
+        return self.session.coordinator
+
+    @property
+    def dp_rank(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def dp_size(self) -> int:
+        return parallel_state.get_data_parallel_world_size()
+
+
+def start(config: SftConfig) -> Runtime:
+    """Join the job that torchrun's environment describes; every rank calls it once."""
+    quieten()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = _pick_device(rank)
+    timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timeout)
+    parallel_state.initialize_model_parallel(
+        config.tensor_model_parallel_size,
+        config.pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        create_gloo_process_groups=False,
+    )
+    seed_all(config.seed)
+    coordinator = SoloCoordinator() if world_size == 1 else TCPStoreCoordinator.from_process_group()
+    return Runtime(rank, world_size, device, Session(coordinator, Stager(device)))
+
+
+def stop() -> None:
+    """Leave the job: groups first, so that no rank waits for one that is gone."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_all(seed: int) -> None:
+    """The same start on every rank of a model-parallel position, as Megatron seeds it."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def quieten() -> None:
+    """Keep the frameworks' running commentary out of the progress; their errors still show."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*|megatron\..*")
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
+    for name in ("megatron", "torch.distributed", "transformers", "datasets"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _pick_device(rank: int) -> torch.device:
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    num_devices = torch.cuda.device_count()
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > num_devices:
+        # NCCL refuses two ranks on one device unless it takes them for two hosts.
+        os.environ.setdefault("NCCL_HOSTID", f"landfall-{rank}")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    device = torch.device("cuda", local_rank % num_devices)
+    torch.cuda.set_device(device)
+    return device
