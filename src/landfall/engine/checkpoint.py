@@ -52,7 +52,8 @@ class Checkpoint:
         self.indexes = [_read_index(store, self.manifest, position) for position in range(len(self.manifest.writers))]
         self._extents: dict[str, list[Extent]] = defaultdict(list)
         for extent in self.extents():
-            self._extents[extent.file].append(extent)
+            if extent.length:  # an empty tensor begins where the next one does
+                self._extents[extent.file].append(extent)
         for extents in self._extents.values():
             extents.sort(key=lambda extent: extent.offset)
 

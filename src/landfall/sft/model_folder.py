@@ -61,9 +61,9 @@ def _from_hub(name: str, use_hf: bool) -> Path:
     if not HUB_ID.fullmatch(name):
         raise UsageError(
             "there is no such model",
+            where="tried a folder of this name here; no hub was asked, because this is no id",
             got=name,
             expected="the folder of a model, or the id of one on a hub (owner/name)",
-            do="tried: a folder of this name here; a hub was not asked, because this is no id",
         )
     hub, fetch = ("Hugging Face", _fetch_from_hugging_face)
     if not use_hf and importlib.util.find_spec("modelscope"):
@@ -73,10 +73,10 @@ def _from_hub(name: str, use_hf: bool) -> Path:
     except OSError as error:
         raise UsageError(
             "the model was not found",
+            where=f"tried a folder of this name here, and {hub}: {str(error).splitlines()[0]}",
             got=name,
             expected="the folder of a model, or the id of one on a hub (owner/name)",
-            do=f"tried: a folder of this name here; {hub}: {str(error).strip().partition(chr(10))[0]}. "
-            "Without a network, download the model elsewhere and pass its folder",
+            do="without a network, download the model elsewhere and pass its folder",
         ) from error
 
 
@@ -95,15 +95,12 @@ def _fetch_from_hugging_face(name: str) -> Path:
 
 
 def _fetch_from_modelscope(name: str) -> Path:
-    from modelscope import snapshot_download
+    def snapshot(files: list[str], local_files_only: bool) -> str:
+        from modelscope import snapshot_download  # here, so that a broken installation is reported too
 
-    def ask() -> str:
-        return str(snapshot_download(name, allow_patterns=["config.json"]))
+        return str(snapshot_download(name, allow_patterns=files, local_files_only=local_files_only))
 
-    def download(local_files_only: bool) -> str:
-        return str(snapshot_download(name, allow_patterns=FILES, local_files_only=local_files_only))
-
-    return _newest_or_local(ask, download)
+    return _newest_or_local(lambda: snapshot(["config.json"], False), lambda local: snapshot(FILES, local))
 
 
 def _newest_or_local(ask: Callable[[], str], download: Callable[[bool], str]) -> Path:

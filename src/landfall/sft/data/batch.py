@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,14 +58,15 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on ``device``; from pinned memory the copy does not block the host."""
-        return MicroBatch(*(None if t is None else t.to(device, non_blocking=True) for t in self._tensors()))
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> MicroBatch:
         """The same in page-locked host memory (called by torch's DataLoader)."""
-        return MicroBatch(*(None if t is None else t.pin_memory() for t in self._tensors()))
+        return self._each(Tensor.pin_memory)
 
-    def _tensors(self) -> list[Tensor | None]:
-        return [getattr(self, field.name) for field in fields(self)]
+    def _each(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
+        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return MicroBatch(**{name: t if t is None else move(t) for name, t in tensors.items()})
 
 
 def collate(examples: Sequence[Example]) -> MicroBatch:

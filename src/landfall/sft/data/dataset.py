@@ -13,44 +13,27 @@ import numpy as np
 import torch
 import xxhash
 
-from landfall.errors import DataError, UsageError
+from landfall.errors import DataError
 from landfall.sft.data.batch import NO_LOSS, Example
-from landfall.sft.data.mapping import BAD, CUT, DELETED, OK, RowMapper, locate_image, map_rows
+from landfall.sft.data.config import DataConfig
+from landfall.sft.data.mapping import BAD, CUT, DELETED
+from landfall.sft.data.parts import Part, column, read_parts
 from landfall.sft.data.positions import mrope_positions
 from landfall.sft.data.processor import Processor
 from landfall.sft.data.report import Fate, Report, refuse
-from landfall.sft.data.sources import Source, open_source
-from landfall.sft.data.spec import DatasetSpec, parse_spec
-from landfall.sft.data.truncate import check_strategy
 
-
-@dataclass(frozen=True)
-class DataConfig:
-    dataset: tuple[str, ...]
-    """each ``path[#N]`` or ``[hf::]id[:subset][#N]``"""
-    cache_dir: str
-    """where mapped rows are kept; the ranks of one host share it"""
-    val_dataset: tuple[str, ...] = ()
-    split_dataset_ratio: float = 0.0
-    """share of each dataset that is set aside for validation; 0 if ``val_dataset`` is given"""
-    max_length: int | None = None
-    """tokens of a row, image tokens included; None: no limit"""
-    truncation_strategy: str = "delete"
-    """what becomes of longer rows: delete, raise, left, right"""
-    load_from_cache_file: bool = False
-    dataset_num_proc: int = 1
-    seed: int = 42
+__all__ = ["DataConfig", "Prepared", "Rows", "prepare"]
 
 
 class Rows:
-    """Rows to train on or validate with. Picklable."""
+    """Rows to train on or to validate with. Picklable."""
 
     def __init__(self, mapped: datasets.Dataset, picks: np.ndarray, processor: Processor) -> None:
         """``picks`` are the places of the rows in ``mapped``, in order."""
         self._mapped, self._picks = mapped.with_format("numpy"), picks
         self._images, self._image_token_id = processor.images, processor.image_token_id
-        self.lengths: np.ndarray = np.asarray(mapped.with_format("numpy")["length"][:])[picks]
-        """[number of rows] tokens of each row, image tokens included"""
+        self.lengths: np.ndarray = column(mapped, "length")[picks]
+        """[len(self)] tokens of each row, image tokens included"""
 
     def __len__(self) -> int:
         return len(self._picks)
@@ -85,60 +68,80 @@ class Prepared:
     val: Rows | None
     report: Report
     digest: str
-    """Equal on two ranks if, and only if, they have the same rows in the same order."""
-    _split_off: tuple[tuple[Source, np.ndarray], ...] = field(repr=False, default=())
+    """Differs between two ranks if they have other rows, or other tokens in them."""
+    _parts: tuple[Part, ...] = field(repr=False)
 
     def split_off_rows(self) -> Iterator[dict[str, Any]]:
-        """The rows that were set aside for validation, as they were written, with absolute image paths."""
-        for source, picks in self._split_off:
-            for pick in picks.tolist():
-                yield _with_absolute_images(source.row(pick), source.folder)
+        """The rows that were split from ``dataset``, as they were written, with absolute image paths."""
+        for part in self._parts:
+            yield from part.split_off_rows()
 
     def write_split_off(self, path: str | Path) -> None:
-        """Write ``split_off_rows`` as a jsonl file that serves as ``--val_dataset``."""
+        """Write ``split_off_rows`` as a jsonl file that can serve as ``--val_dataset``."""
         with open(path, "w", encoding="utf-8") as file:
             for row in self.split_off_rows():
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One dataset, mapped, and the places in ``mapped`` of its rows."""
-
-    source: Source
-    mapped: datasets.Dataset
-    key: str
-    train: np.ndarray
-    val: np.ndarray
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def prepare(config: DataConfig, processor: Processor, leader: bool = True) -> Prepared:
-    """Read every row, refuse bad ones all together, and split off validation rows.
+    """Read every row, refuse the bad ones all together, and split off validation rows.
 
-    Raises UsageError for arguments that can't be, DataError for rows that can't be used or if none is left.
-    The result depends on the arguments and the files alone. Among the ranks that share ``cache_dir`` one,
-    the leader, calls this first; when it has returned, the others call it with ``leader=False`` and read
-    what it wrote, without looking at every image again.
+    Raises UsageError for datasets that can't be opened, DataError for rows that can't be used and if none
+    is left. The result depends on the arguments and the files alone. Of the ranks that share ``cache_dir``
+    one, the leader, calls this first; when it has returned the others call it with ``leader=False`` and take
+    what it wrote without looking at every image again.
     """
-    _check(config)
-    is_split = config.split_dataset_ratio > 0 and not config.val_dataset
-    ratio = config.split_dataset_ratio if is_split else 0.0
-    parts = [_part(parse_spec(text), n, ratio, config, processor, leader) for n, text in enumerate(config.dataset)]
-    val_parts = [_part(parse_spec(text), n, 0.0, config, processor, leader) for n, text in enumerate(config.val_dataset)]
-    mapped = [part.mapped for part in parts + val_parts]
-    refuse([fate for rows in mapped for fate in _fates(rows, BAD)], sum(map(len, mapped)))
+    ratio = config.split_ratio
+    parts = read_parts(config.dataset, ratio, config, processor, leader)
+    own_val = read_parts(config.val_dataset, 0.0, config, processor, leader)
+    everything = parts + own_val
+    num_rows = sum(len(part.mapped) for part in everything)
+    refuse(_fates(everything, BAD), num_rows)
 
     train = _rows(parts, [part.train for part in parts], processor)
-    if is_split:
+    val = _rows(own_val, [part.train for part in own_val], processor) if own_val else None
+    if ratio > 0:
         val = _rows(parts, [part.val for part in parts], processor)
-    else:
-        val = _rows(val_parts, [part.train for part in val_parts], processor) if val_parts else None
-    for rows, flag in ((train, "--dataset"), (val, "--val_dataset")):
+    deleted = _fates(everything, DELETED)
+    _refuse_nothing(train, val, deleted)
+    report = Report(
+        num_rows=num_rows,
+        num_train=len(train),
+        num_val=0 if val is None else len(val),
+        deleted=tuple(deleted),
+        cut=tuple(_fates(everything, CUT)),
+        num_train_tokens=int(train.lengths.sum()),
+        longest_row=int(train.lengths.max()),
+    )
+    return Prepared(train, val, report, _digest(everything), tuple(parts) if ratio > 0 else ())
+
+
+def _rows(parts: Sequence[Part], picks: Sequence[np.ndarray], processor: Processor) -> Rows:
+    starts = np.cumsum([0] + [len(part.mapped) for part in parts])
+    mapped = datasets.concatenate_datasets([part.mapped for part in parts])
+    joined = np.concatenate([start + places for start, places in zip(starts, picks, strict=False)])
+    return Rows(mapped, joined, processor)
+
+
+def _fates(parts: Sequence[Part], outcome: int) -> list[Fate]:
+    return [fate for part in parts for fate in part.fates(outcome)]
+
+
+def _refuse_nothing(train: Rows, val: Rows | None, deleted: Sequence[Fate]) -> None:
+    for rows, name in ((train, "train on"), (val, "validate with")):
         if rows is not None and len(rows) == 0:
             raise DataError(
-                f"No row of {flag} is left",
-                got=f"{len([f for m in mapped for f in _fates(m, DELETED)])} rows longer than max_length {config.max_length}",
-                do="raise max_length, lower IMAGE_MAX_TOKEN_NUM, or look at the data",
+                f"No row is left to {name}",
+                got="".join(f"\n    {fate}" for fate in deleted[:5]) + f"\n    {len(deleted)} rows left out",
+                do="raise max_length, or lower IMAGE_MAX_TOKEN_NUM",
             )
-    split_off = tuple((part.source, _source_rows(part, part.val)) for part in parts) if is_split else ()
-    return Prepared(train, val, _report(mapped, train, val), _digest(parts + val_parts), split_off)
+
+
+def _digest(parts: Sequence[Part]) -> str:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        for chunk in part.mapped.data.column("input_ids").chunks:
+            digest.update(chunk.flatten().to_numpy().tobytes())
+        for numbers in (column(part.mapped, "length"), part.train, part.val):
+            digest.update(numbers.tobytes())
+    return digest.hexdigest()

@@ -47,11 +47,22 @@ _FEATURES = datasets.Features(
 )
 
 
-def locate_image(path: str, folder: Path | None) -> str:
-    """The absolute path of an image: relative to ``folder``, or to the working directory if it is there."""
-    expanded = Path(path).expanduser()
-    beside = (folder or Path()) / expanded
-    return os.path.abspath(expanded if not beside.exists() and expanded.exists() else beside)
+def image_path(image: str | bytes, folder: Path | None, image_dir: Path) -> str:
+    """The absolute path of an image that a row names, or whose file's content it holds.
+
+    A path is relative to ``folder``, or to the working directory if the image is only there. Content is
+    kept as a file in ``image_dir``.
+    """
+    if isinstance(image, str):
+        expanded = Path(image).expanduser()
+        beside = (folder or Path()) / expanded
+        return os.path.abspath(expanded if not beside.exists() and expanded.exists() else beside)
+    path = image_dir / xxhash.xxh3_128_hexdigest(image)
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_bytes(image)
+        partial.replace(path)
+    return str(path)
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class RowMapper:
 
     def _map(self, row: Any) -> dict[str, Any]:
         conversation = parse_row(row)
-        paths = [self._image_path(image) for image in conversation.images]
+        paths = [self.image_path(image) for image in conversation.images]
         headers = [self._header(path) for path in paths]
         encoded = encode(conversation, self.processor)
         image_tokens = [self.processor.images.num_tokens(header.grid_thw) for header in headers]
@@ -111,15 +122,8 @@ class RowMapper:
         length = int(each[kept].sum())
         return _columns(encoded.input_ids[kept], trained, paths[images], headers[images], length, CUT, reason)
 
-    def _image_path(self, image: str | bytes) -> str:
-        if isinstance(image, str):
-            return locate_image(image, self.source.folder)
-        path = self.image_dir / xxhash.xxh3_128_hexdigest(image)
-        if not path.exists():
-            partial = path.with_name(f"{path.name}.{os.getpid()}")
-            partial.write_bytes(image)
-            partial.replace(path)
-        return str(path)
+    def image_path(self, image: str | bytes) -> str:
+        return image_path(image, self.source.folder, self.image_dir)
 
     def _header(self, path: str) -> ImageHeader:
         try:
@@ -153,12 +157,12 @@ def _columns(
 
 def map_rows(
     mapper: RowMapper, picks: np.ndarray, cache_dir: Path, num_proc: int, use_cache: bool, trust_cache: bool
-) -> tuple[datasets.Dataset, str]:
-    """The mapped rows with numbers ``picks`` of the mapper's source, and the key of what they depend on.
+) -> datasets.Dataset:
+    """The mapped rows with numbers ``picks`` of the mapper's source.
 
-    They lie in ``cache_dir`` under that key. With ``use_cache`` what lies there is taken instead, unless an
-    image has changed since, or there were mistakes that may be mended by now; ``trust_cache`` omits that
-    look at every image.
+    They lie in ``cache_dir``, under a key of all that they depend on. With ``use_cache`` what lies there
+    is taken instead, unless an image has changed since, or there were mistakes that may be mended by now;
+    ``trust_cache`` omits that look at every image.
     """
     key = _key(mapper, picks)
     rows = datasets.Dataset.from_dict({"source_row": picks})
@@ -179,7 +183,7 @@ def map_rows(
     mapped = run(use_cache)
     if was_there and not trust_cache and _is_stale(mapped):
         mapped = run(use_cache=False)
-    return mapped, key
+    return mapped
 
 
 def _key(mapper: RowMapper, picks: np.ndarray) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,6 +63,28 @@ def parse_row(row: Any) -> Conversation:
     _check_turns(messages)
     images = images or inline
     return Conversation(tuple(_with_all_tags(messages, len(images))), tuple(images))
+
+
+def with_image_paths(row: dict[str, Any], path_of: Callable[[str | bytes], str]) -> dict[str, Any]:
+    """A row that ``parse_row`` accepts, each of its images replaced by ``path_of`` it."""
+
+    def moved_message(message: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(message.get("content"), list):
+            return message
+        images = [_image_of_part(part) for part in message["content"]]
+        parts = [
+            {"type": "image", "image": path_of(_image(image))} if image else part
+            for part, image in zip(message["content"], images, strict=True)
+        ]
+        return {**message, "content": parts}
+
+    changed = dict(row)
+    for name in ("images", "image"):
+        if row.get(name):
+            changed[name] = [path_of(_image(image)) for image in _image_values(row[name])]
+    if isinstance(row.get("messages"), list):
+        changed["messages"] = [moved_message(message) for message in row["messages"]]
+    return changed
 
 
 def _raw_messages(row: dict[str, Any]) -> list[Any]:
@@ -130,27 +153,33 @@ def _role(message: dict[str, Any]) -> Any:
 def _content_part(part: Any, inline: list[str | bytes]) -> str:
     """A part of a message's content as OpenAI writes it: text, image or image_url."""
     kind = part.get("type") if isinstance(part, dict) else None
-    value = part.get(kind) if kind else None
-    if kind == "text" and isinstance(value, str):
-        return value
+    if kind == "text" and isinstance(part.get("text"), str):
+        return part["text"]
     if kind not in ("image", "image_url"):
         raise DataError(
             f"a part of a message's content is neither text nor image: {_kind(part)} {kind or ''}"
         )
-    inline += [_image(value["url"] if isinstance(value, dict) and "url" in value else value)] if value else []
+    image = _image_of_part(part)
+    inline += [_image(image)] if image else []
     return IMAGE_TAG
+
+
+def _image_of_part(part: dict[str, Any]) -> Any:
+    value = part.get("image") or part.get("image_url")
+    return value["url"] if isinstance(value, dict) and "url" in value else value
 
 
 def _images_of_row(row: dict[str, Any]) -> list[str | bytes]:
     given = [row[name] for name in ("images", "image") if row.get(name)]
     if len(given) == 2:
         raise DataError("both `image` and `images` are given")
-    if not given:
-        return []
-    (value,) = given
-    if isinstance(value, str) and value.startswith("["):
-        value = _listed("images", value)
-    return [_image(image) for image in (value if isinstance(value, list) else [value])]
+    return [_image(image) for value in given for image in _image_values(value)]
+
+
+def _image_values(value: Any) -> list[Any]:
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        return _listed("images", value)
+    return value if isinstance(value, list) else [value]
 
 
 def _image(value: Any) -> str | bytes:

@@ -57,7 +57,7 @@ class Stream:
     def __init__(self, num_rows: int, epoch_rows: int, global_batch_size: int, seed: int) -> None:
         if not 1 <= epoch_rows <= num_rows or global_batch_size < 1:
             raise UsageError(
-                "The rows of an epoch and the global batch must be at least 1, and no more rows than there are",
+                "An epoch has at least 1 row and no more than there are; a global batch at least 1",
                 got=f"{epoch_rows} of {num_rows} rows an epoch, global_batch_size {global_batch_size}",
             )
         self.num_rows, self.epoch_rows = num_rows, epoch_rows

@@ -61,7 +61,7 @@ class LineSource(Source):
 
     def row(self, index: int) -> Any:
         if self._file is None or self._file_pid != os.getpid():  # a forked process must not share the offset
-            self._file, self._file_pid = open(self.name, "rb"), os.getpid()
+            self._file, self._file_pid = open(self.name, "rb"), os.getpid()  # noqa: SIM115  # for every row
         self._file.seek(int(self._starts[index]))
         try:
             return json.loads(self._file.readline())

@@ -20,7 +20,7 @@ class Encoded:
 
 
 def encode(conversation: Conversation, processor: Processor) -> Encoded:
-    """``<|im_start|>role``, newline, content, ``<|im_end|>``, newline, for each message; no newline at the end.
+    """For each message ``<|im_start|>role``, newline, content, ``<|im_end|>``; newlines between messages.
 
     Trained are the answers with their ``<|im_end|>``, images in them excepted. An answer is tokenized apart
     from what precedes it, because that is what the model sees when it has to write it. This equals the

@@ -1,4 +1,4 @@
-"""Cutting an overlong row without cutting an image. K tokens, an image being one pad between its two marks."""
+"""Cutting an overlong row without cutting an image. K tokens; an image is one pad between its two marks."""
 
 from __future__ import annotations
 

@@ -125,7 +125,10 @@ class _WeightGradient:
         )
 
     def add(self, of_logits: Tensor, hidden: Tensor) -> None:
-        self._sum.add_(of_logits.t() @ hidden)
+        if self._sum.dtype == hidden.dtype:
+            self._sum.addmm_(of_logits.t(), hidden)
+        else:
+            self._sum.add_(of_logits.t() @ hidden)
 
     def result(self) -> Tensor:
         """What autograd shall still add: nothing, where it all went into the buffer."""

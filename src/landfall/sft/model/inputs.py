@@ -1,0 +1,132 @@
+"""A micro batch made ready for this rank's part of the model, without making the host wait for the device.
+
+T tokens of the micro batch, padded to a multiple of the ranks that share them; t of them on this
+context-parallel rank; s of those in each layer (fewer than t with sequence parallelism); V image tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from landfall.errors import DataError
+from landfall.sft.data.batch import NO_LOSS, MicroBatch
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How many ranks share the tokens of a micro batch, and which of them this is."""
+
+    cp_rank: int = 0
+    cp_size: int = 1
+    sp_rank: int = 0
+    sp_size: int = 1
+    """Tensor-parallel ranks if they split the tokens (sequence parallelism), else one."""
+
+
+class ImageTokens(NamedTuple):
+    """Image tokens within some range of tokens: where they are, and which image features they take."""
+
+    positions: Tensor
+    """[count] int64, from the start of the range"""
+    first: int
+    """The first feature; features are in token order, so the range takes ``count`` from here."""
+    count: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors on the model's device; lengths and counts on the host."""
+
+    input_ids: Tensor
+    """[t]"""
+    position_ids: Tensor
+    """[3, t]"""
+    query_lengths: tuple[int, ...]
+    """Of the rows, within this rank's t tokens."""
+    key_lengths: tuple[int, ...]
+    """The same, counted from where each row begins."""
+    first_key: int
+    """Where the first of these rows begins, among all T tokens."""
+    labelled: Tensor
+    """[N] positions among the t tokens"""
+    labels: Tensor
+    """[N]"""
+    images: ImageTokens
+    """Among the t tokens."""
+    layer_images: ImageTokens
+    """Among the s tokens."""
+    pixel_values: Tensor | None
+    """[P, C]"""
+    grid_thw: Tensor | None
+    """[n, 3], on the host"""
+
+
+def prepare(
+    batch: MicroBatch, image_ids: Sequence[int], merge: int, sharing: Sharing, device: torch.device
+) -> Inputs:
+    """``batch`` best comes from the host: then nothing here waits for the device."""
+    pixel_values = None if batch.pixel_values is None else batch.pixel_values.to(device, non_blocking=True)
+    host = MicroBatch(*(None if t is None else t.cpu() for t in _without_pixels(batch)))
+    boundaries = host.cu_seqlens.tolist()
+    num_padding = -host.num_tokens % (sharing.cp_size * sharing.sp_size)
+    if num_padding:  # one more row, without labels
+        boundaries.append(host.num_tokens + num_padding)
+    length = boundaries[-1] // sharing.cp_size
+    start = sharing.cp_rank * length
+    ours = slice(start, start + length)
+
+    input_ids = pad(host.input_ids, (0, num_padding))
+    labels = pad(host.labels, (0, num_padding), value=NO_LOSS)[ours]
+    positions = pad(host.position_ids, (0, num_padding))[:, ours]
+    image_positions = torch.isin(input_ids, torch.tensor(image_ids)).nonzero().squeeze(1)
+    _check_images(len(image_positions), host.grid_thw, merge)
+    layer_length = length // sharing.sp_size
+    layer_start = start + sharing.sp_rank * layer_length
+    labelled = (labels != NO_LOSS).nonzero().squeeze(1)
+    rows = [(max(row, start), min(end, ours.stop), row) for row, end in pairwise(boundaries)]
+    rows = [(first, last, row) for first, last, row in rows if first < last]
+
+    def to_device(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    return Inputs(
+        input_ids=to_device(input_ids[ours]),
+        position_ids=to_device(positions),
+        query_lengths=tuple(last - first for first, last, _ in rows),
+        key_lengths=tuple(last - row for _, last, row in rows),
+        first_key=rows[0][2],
+        labelled=to_device(labelled),
+        labels=to_device(labels[labelled]),
+        images=_within(image_positions, start, length, device),
+        layer_images=_within(image_positions, layer_start, layer_length, device),
+        pixel_values=pixel_values,
+        grid_thw=host.grid_thw,
+    )
+
+
+def _without_pixels(batch: MicroBatch) -> tuple[Tensor | None, ...]:
+    return (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, None, batch.grid_thw)
+
+
+def _within(positions: Tensor, start: int, length: int, device: torch.device) -> ImageTokens:
+    first, last = torch.searchsorted(positions, torch.tensor([start, start + length])).tolist()
+    local = positions[first:last] - start
+    return ImageTokens(local.to(device, non_blocking=True), first, last - first)
+
+
+def _check_images(num_tokens: int, grid_thw: Tensor | None, merge: int) -> None:
+    expected = 0 if grid_thw is None else int(grid_thw.prod(dim=1).sum()) // (merge * merge)
+    if num_tokens != expected:
+        raise DataError(
+            "a micro batch has other image tokens than its images need",
+            got=f"{num_tokens} image tokens",
+            expected=f"{expected}, from the sizes of its images",
+            do="check that rows are not truncated inside an image",
+        )

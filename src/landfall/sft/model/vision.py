@@ -1,0 +1,98 @@
+"""The vision tower: transformers' Qwen3VLVisionModel, with attention and patch embedding that keep up.
+
+Shapes: P patches of C values, n images, V image tokens (P / merge size squared), H hidden size of the language
+model, h heads, d head size.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from landfall.sft.model.attention import Rows, attend
+
+ATTENTION = "landfall_varlen_flash"
+"""Our name in transformers' registry. It must contain "flash": then all images go through one call, with
+their lengths; without, transformers calls once an image."""
+
+
+class ImageFeatures(NamedTuple):
+    tokens: Tensor
+    """[V, H], what takes the place of the image tokens' embeddings"""
+    deepstack: Tensor | None
+    """[levels, V, H], what the first language layers add to them"""
+
+
+def build_tower(config: Qwen3VLVisionConfig, gradient_checkpointing: bool) -> Qwen3VLVisionModel:
+    """On torch's default device, in float32, with random weights."""
+    tower = Qwen3VLVisionModel(copy.deepcopy(config))
+    AttentionInterface.register(ATTENTION, _attention)
+    tower.config._attn_implementation = ATTENTION  # set late: transformers looks for a flash package at start
+    projection = tower.patch_embed.proj
+    projection.__class__ = PatchProjection
+    if gradient_checkpointing:
+        tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return tower
+
+
+class PatchProjection(torch.nn.Conv3d):
+    """Every patch is as large as the kernel, so the convolution is one matrix product, and much faster so."""
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return torch.nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
+def look(tower: Qwen3VLVisionModel, pixel_values: Tensor, grid_thw: Tensor) -> ImageFeatures:
+    """``pixel_values`` [P, C] on the tower's device, ``grid_thw`` [n, 3] on the host."""
+    weight = tower.patch_embed.proj.weight
+    sampling = (tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners)
+    grids = tuple(map(tuple, grid_thw.tolist()))
+    plan = _plan(grids, tower.config.spatial_merge_size, sampling, weight.device)
+    seen = tower(pixel_values.to(weight.dtype), grid_thw=grid_thw, **plan)
+    levels = seen.deepstack_features
+    return ImageFeatures(seen.pooler_output, torch.stack(levels) if levels else None)
+
+
+def blank_image(tower: Qwen3VLVisionModel) -> tuple[Tensor, Tensor]:
+    """The smallest image there is: pixel values and grid."""
+    weight, merge = tower.patch_embed.proj.weight, tower.config.spatial_merge_size
+    pixel_values = torch.zeros(merge * merge, weight[0].numel(), dtype=weight.dtype, device=weight.device)
+    return pixel_values, torch.tensor([[1, merge, merge]])
+
+
+@lru_cache(maxsize=4)
+def _plan(
+    grids: tuple[tuple[int, ...], ...], merge: int, sampling: tuple[int, str, bool], device: torch.device
+) -> dict[str, Any]:
+    """What the tower derives from the images' sizes alone: computed on the host, where it costs the device
+    no wait, and kept while micro batches have the same sizes."""
+    grid_thw = torch.tensor(grids)
+    side, mode, align_corners = sampling
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grid_thw, side, mode=mode, align_corners=align_corners, spatial_merge_size=merge
+    )
+    rows = Rows.of(tuple(height * width for time, height, width in grids for _ in range(time)), device)
+    return {
+        "interp_indices": indices.to(device, non_blocking=True),
+        "interp_weights": weights.to(device, non_blocking=True),
+        "position_ids": get_vision_position_ids(grid_thw, merge).to(device, non_blocking=True),
+        "cu_seqlens": rows.cu_seqlens_q,
+        "max_seqlen": rows.max_seqlen_q,
+        "rows": rows,
+    }
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, rows: Rows, **_: Any
+) -> tuple[Tensor, None]:
+    """transformers' calling convention: [1, h, P, d] each -> [1, P, h, d]; every frame attends to itself."""
+    joined = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
+    return attend(*joined, rows, causal=False, scale=None).unsqueeze(0), None
