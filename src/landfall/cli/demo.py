@@ -15,7 +15,9 @@ def main(argv: Sequence[str]) -> int:
         "model, data and script are written to DIR, then the script is started. Works on a CPU.",
     )
     parser.add_argument("dir", metavar="DIR", nargs="?", default="demo", type=Path, help="default: demo")
-    parser.add_argument("--ranks", type=int, default=4, metavar="N", help="ranks that train together; default: 4")
+    parser.add_argument(
+        "--ranks", type=int, default=4, metavar="N", help="ranks that train together; default: 4"
+    )
     parser.add_argument("--prepare", action="store_true", help="only write the files, and start nothing")
     arguments = parser.parse_args(argv)
     if arguments.ranks < 1:

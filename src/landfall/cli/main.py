@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -51,9 +52,14 @@ def main(argv: Sequence[str]) -> int:
     except LandfallError as error:
         print(f"landfall: {error}", file=sys.stderr)
         return error.exit_code
+    except SystemExit as stop:  # argparse has printed what is wrong, or its help
+        return stop.code if isinstance(stop.code, int) else 0
     except KeyboardInterrupt:
         print("landfall: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has seen enough, as in `landfall sft --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _dispatch(argv: Sequence[str]) -> int:
@@ -67,6 +73,8 @@ def _dispatch(argv: Sequence[str]) -> int:
         return 0
     if command not in COMMANDS:
         raise UsageError(
-            f"{command}: no such command", expected=", ".join(COMMANDS), do="landfall --help says what they do"
+            f"{command}: no such command",
+            expected=", ".join(COMMANDS),
+            do="landfall --help says what they do",
         )
     return int(importlib.import_module(f"landfall.cli.{command}").main(argv[1:]))

@@ -22,5 +22,9 @@ def main(argv: Sequence[str]) -> int:
     from landfall.engine.verify import verify
 
     report = verify(arguments.path)
-    print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) if arguments.json else "\n".join(report.lines()))
+    print(
+        json.dumps(report.to_dict(), indent=2, ensure_ascii=False)
+        if arguments.json
+        else "\n".join(report.lines())
+    )
     return 0 if report.ok else 1

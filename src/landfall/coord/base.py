@@ -15,7 +15,7 @@ class StoreLostError(DeadlineError):
         super().__init__(
             "Rank 0, which keeps the messages of all ranks, is gone",
             missing=(0,),
-            where=f"{where} ({got})",
+            where=f"the message store at {where} ({got})",
             do="look at the log of rank 0 and whether its machine is up; then start the job again",
         )
 
@@ -26,8 +26,9 @@ class Coordinator(ABC):
     A message is posted once under a key and stays until it is dropped. Waiting for a message never
     disturbs another rank or another thread of this one, and a wait that runs out raises
     :class:`~landfall.errors.DeadlineError`, which names the ranks that did not post; everything stays
-    usable afterwards. Only when rank 0 itself is gone does every call raise :class:`StoreLostError`, a
-    few seconds after its deadline at the latest. Any number of threads may use one coordinator.
+    usable afterwards. Only when rank 0 itself is gone does every call raise :class:`StoreLostError`: at
+    once if its process ended, soon after the deadline if its machine is frozen or cut off. Any number of
+    threads may use one coordinator.
     """
 
     rank: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -16,6 +17,10 @@ from landfall.coord.base import StoreLostError
 
 Answer = TypeVar("Answer")
 
+CONNECT_S = 15.0
+"""How long to try one address. The server looks up the name of whoever connects, and a name server that
+does not answer keeps it (and everybody who talks to it) waiting for 5 or 10 s."""
+
 
 class Connections:
     """As many connections to the server at ``host:port`` as there are threads in a call at the same time.
@@ -27,28 +32,27 @@ class Connections:
     def __init__(self, host: str, port: int) -> None:
         self.host, self.port = host, port
         self._idle: list[_Connection] = []
+        self._reached = False
         self._lock = threading.Lock()
 
     def call(self, request: Callable[[TCPStore], Answer], limit_s: float) -> Answer:
-        """The answer to ``request``; raises what it raises.
+        """The answer to ``request``, which must be harmless to ask twice; raises what it raises.
 
-        :class:`StoreLostError` if the connection broke, or if there is no answer after ``limit_s``:
-        a machine that lost its power never closes its connections.
+        :class:`StoreLostError` if the server is gone, or if there is no answer after ``limit_s``: a
+        machine that lost its power never closes its connections.
         """
+        until = time.monotonic() + limit_s
         with self._lock:
             connection = self._idle.pop() if self._idle else None
-        connection = connection or _Connection(self.host, self.port, limit_s)
-        answer = connection.submit(request)
-        if not wait([answer], timeout=limit_s).done:
-            connection.close()
-            raise self._lost(f"no answer in {limit_s:.1f} s")
-        error = answer.exception()
-        if isinstance(error, DistNetworkError):
-            connection.close()
-            raise self._lost(str(error).splitlines()[0]) from error
-        with self._lock:
-            self._idle.append(connection)
-        return answer.result()
+        if connection is not None:
+            try:
+                return self._ask(connection, request, until)
+            except DistNetworkError:
+                pass  # perhaps only this connection: firewalls forget those that were idle for long
+        try:
+            return self._ask(self._open(limit_s), request, until)
+        except DistNetworkError as error:
+            raise self._lost(error) from error
 
     def close(self) -> None:
         """Close the idle connections. A later call opens a new one."""
@@ -57,8 +61,31 @@ class Connections:
         for connection in idle:
             connection.close()
 
-    def _lost(self, got: str) -> StoreLostError:
-        return StoreLostError(where=f"the message store of rank 0 at {self.host}:{self.port}", got=got)
+    def _open(self, limit_s: float) -> _Connection:
+        limit_s = min(limit_s, CONNECT_S)
+        if self._reached:
+            # A TCPStore client goes on trying where nobody listens any more; this tells at once.
+            try:
+                socket.create_connection((self.host, self.port), timeout=limit_s).close()
+            except OSError as error:
+                raise self._lost(error) from error
+        return _Connection(self.host, self.port, limit_s)
+
+    def _ask(self, connection: _Connection, request: Callable[[TCPStore], Answer], until: float) -> Answer:
+        answer = connection.submit(request)
+        if not wait([answer], timeout=max(until - time.monotonic(), 0.0)).done:
+            connection.close()
+            raise self._lost("it does not answer")
+        if isinstance(answer.exception(), DistNetworkError):
+            connection.close()
+        else:
+            self._reached = True
+            with self._lock:
+                self._idle.append(connection)
+        return answer.result()
+
+    def _lost(self, got: object) -> StoreLostError:
+        return StoreLostError(where=f"{self.host}:{self.port}", got=str(got).splitlines()[0])
 
 
 class _Connection:
@@ -89,18 +116,10 @@ def _serve(host: str, port: int, connect_s: float, requests: SimpleQueue[Any]) -
     while (task := requests.get()) is not None:
         request, answer = task
         try:
-            store = store or _connect(host, port, connect_s)
+            if store is None:
+                timeout = timedelta(seconds=connect_s)
+                store = TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
             answer.set_result(request(store))
         except BaseException as error:  # whatever it is, the caller's thread raises it
             answer.set_exception(error)
         del task, request, answer  # an idle thread must not keep the last payload alive
-
-
-def _connect(host: str, port: int, limit_s: float) -> TCPStore:
-    try:
-        # TCPStore goes on trying where nobody listens any more; there is nothing to wait for.
-        socket.create_connection((host, port), timeout=limit_s).close()
-    except OSError as error:
-        raise DistNetworkError(str(error)) from error
-    timeout = timedelta(seconds=max(limit_s, 1.0))
-    return TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)

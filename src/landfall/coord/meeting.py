@@ -12,22 +12,19 @@ import msgspec
 from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore
 
 from landfall.coord.base import StoreLostError
-from landfall.coord.connections import Connections
+from landfall.coord.connections import CONNECT_S, Connections
 from landfall.coord.solo import new_run_id
 from landfall.errors import DeadlineError, LandfallError, UsageError
 
 RUN_ID_KEY = "landfall/run_id"
-CONNECT_S = 5.0
-"""How long one address of several may take to answer."""
 
 
 @dataclass(frozen=True)
 class Met:
-    """Where the server is, and on rank 0 the server."""
+    """The way to the server, and on rank 0 the server."""
 
     run_id: str
-    host: str
-    port: int
+    connections: Connections
     server: TCPStore | None = None
 
 
@@ -43,7 +40,7 @@ def meet_through(rendezvous: Store, rank: int, deadline_s: float) -> Met:
     key = f"coordinator/{start}"
     if rank == 0:
         met = _serve(0)
-        published = _Published(met.run_id, own_hosts(), met.port)
+        published = _Published(met.run_id, own_hosts(), met.connections.port)
         rendezvous.set(key, msgspec.json.encode(published).decode())
         return met
     until = time.monotonic() + deadline_s
@@ -93,7 +90,7 @@ def _serve(port: int) -> Met:
         ) from error
     run_id = new_run_id()
     server.set(RUN_ID_KEY, run_id)
-    return Met(run_id, "localhost", server.port, server)
+    return Met(run_id, Connections("localhost", server.port), server)
 
 
 def _reach(hosts: list[str], port: int, run_id: str | None, rank: int, until: float) -> Met:
@@ -101,14 +98,16 @@ def _reach(hosts: list[str], port: int, run_id: str | None, rank: int, until: fl
     failures: dict[str, str] = {}
     while True:
         for host in hosts:
+            connections = Connections(host, port)
             limit_s = min(CONNECT_S, max(until - time.monotonic(), 0.1))
             try:
-                found = _ask_run_id(host, port, limit_s)
+                found = connections.call(lambda store: store.get(RUN_ID_KEY), limit_s).decode()
             except (StoreLostError, DistStoreError) as error:
-                failures[host] = str(error)
+                failures[host] = str(error).replace("\n", ";")
                 continue
-            if run_id is None or found == run_id:
-                return Met(found, host, port)
+            if run_id in (None, found):
+                return Met(found, connections)
+            connections.close()
             failures[host] = f"another run ({found}) listens there"
         if time.monotonic() >= until:
             break
@@ -121,14 +120,6 @@ def _reach(hosts: list[str], port: int, run_id: str | None, rank: int, until: fl
         do="see whether rank 0 still runs, open TCP between the machines, or set MASTER_ADDR to an address "
         "of rank 0's machine that the others reach",
     )
-
-
-def _ask_run_id(host: str, port: int, limit_s: float) -> str:
-    connections = Connections(host, port)
-    try:
-        return connections.call(lambda store: store.get(RUN_ID_KEY), limit_s).decode()
-    finally:
-        connections.close()
 
 
 def _is_own(host: str) -> bool:

@@ -25,8 +25,9 @@ PART_BYTES = 4 << 20
 BATCH_KEYS = 4096
 """Keys in one request. The server refuses more than 131,072."""
 
-GRACE_S = 5.0
-"""How long after its deadline a request may still be answered before the server counts as lost."""
+GRACE_S = 20.0
+"""How long after its deadline a request may still be answered before the server counts as lost: longer
+than the server waits for a name server when somebody connects."""
 
 POST_LIMIT_S = 30.0
 """How long the server may take to store one part, or to forget one."""
@@ -38,7 +39,7 @@ class TCPStoreCoordinator(Coordinator):
     """Ranks of one job that talk through the server which rank 0 holds.
 
     Any number of threads may use it at the same time. Every call ends: a server that is gone or frozen
-    raises :class:`~landfall.coord.base.StoreLostError` at the latest a few seconds after the deadline.
+    raises :class:`~landfall.coord.base.StoreLostError` at the latest ``GRACE_S`` after the deadline.
     After a fork only the parent may go on using it.
     """
 
@@ -73,7 +74,7 @@ class TCPStoreCoordinator(Coordinator):
         else:
             assert address is not None
             met = meet_at(*address, rank, deadline_s)
-        return cls(rank, world_size, met.run_id, Connections(met.host, met.port), met.server)
+        return cls(rank, world_size, met.run_id, met.connections, met.server)
 
     @classmethod
     def from_process_group(cls, deadline_s: float = 300.0) -> TCPStoreCoordinator:

@@ -22,7 +22,7 @@ class StockCheckpoint:
     """A torch_dist folder that something else wrote; ``folder`` ends with a slash, or is "" for the store."""
 
     def __init__(self, store: Store, folder: str = "") -> None:
-        self.store, self.place = store, store.describe(folder)
+        self.store, self.place, self._folder = store, store.describe(folder), folder
         name = folder + torch_dist.METADATA
         size = store.size(name)
         if size is None:
@@ -43,6 +43,13 @@ class StockCheckpoint:
 
     def objects(self, part: str) -> dict[str, ObjectRecord]:
         return {record.key: record for record in self._metadata.objects}
+
+    def read_common(self) -> bytes:
+        """The bytes of common.pt, which megatron-core up to 0.18 writes."""
+        name = self._folder + torch_dist.COMMON
+        if self.store.size(name) is None:
+            raise NoCheckpointError("The checkpoint has no common state", where=self.store.describe(name))
+        return self.store.read(name)
 
     def read_object(self, record: ObjectRecord) -> bytes:
         return self._read(record.file, record.offset, record.length, record.key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,6 @@ class Position(msgspec.Struct, frozen=True):
     epoch_rows: int
     global_batch_size: int
     seed: int
-
-
-@dataclass(frozen=True)
-class Exported:
-    """The files beside the weights that make a checkpoint folder a Hugging Face model; read at start."""
-
-    files: dict[str, bytes] = field(default_factory=dict)
 
 
 def save_checkpoint(
@@ -151,6 +144,7 @@ def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Ru
         load(exported, opened, SAFETENSORS)
     else:
         load(describe.model_shards(description, to_save=False), opened, TORCH_DIST)
+    trained.optimizer.reload_model_params()
     if config.finetune:
         return None
     common = load_object(_read_common(opened), opened.place)
@@ -166,10 +160,9 @@ def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Ru
     return msgspec.convert(position, Position)
 
 
-def load_weights(folder: Path, trained: Trained) -> None:
+def load_weights(folder: Path, model: torch.nn.Module, names: Qwen3VLNames) -> None:
     """Fill a model from a Hugging Face folder; each rank reads what it holds."""
-    description = describe.describe_model(trained.model)
-    shards = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
+    shards = describe.hugging_face_shards(model, names.pieces, (0,))
     load(shards, HuggingFaceFolder(folder), SAFETENSORS)
 
 
@@ -212,7 +205,7 @@ def _choose(path: Path) -> dict[str, Any]:
 
 def _read_common(opened: Checkpoint | StockCheckpoint) -> bytes:
     if isinstance(opened, StockCheckpoint):
-        return opened.store.read(opened.folder + torch_dist.COMMON)
+        return opened.read_common()
     name = next(name for name in opened.manifest.published if name.endswith(torch_dist.COMMON))
     return opened.read_file(name)
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from landfall.errors import UsageError
 from landfall.sft.flags.environment import UNUSED_VARIABLES
 from landfall.sft.flags.table import SftConfig
+from landfall.sft.flags.unbuilt import asks_for_nothing
 
 Source = Literal["default", "flag", "environment", "model", "derived"]
 
@@ -64,7 +65,7 @@ def complete(draft: Draft, environ: Mapping[str, str]) -> None:
 def _judge_unused_variables(draft: Draft, environ: Mapping[str, str]) -> None:
     for variable in UNUSED_VARIABLES:
         text = environ.get(variable.name)
-        if text is None or text == f"{variable.default}":
+        if text is None or asks_for_nothing([variable.default], [text]):
             continue
         if variable.do:
             raise UsageError(f"{variable.name} is not used", got=repr(text), do=variable.do)

@@ -54,6 +54,7 @@ def launch(
 
 def _run_ranks(argv: Sequence[str], config: SftConfig, entry: str) -> int:
     """torchrun, but for its tracebacks: a rank that fails has said why."""
+    _import_torch_quietly()
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -81,6 +82,15 @@ def _run_ranks(argv: Sequence[str], config: SftConfig, entry: str) -> int:
     finally:
         logging.disable(before)
     return 0
+
+
+def _import_torch_quietly() -> None:
+    """torch's store warns with a C++ stack when node 0 ends before the others, which is no fault."""
+    level = "TORCH_CPP_LOG_LEVEL"  # read once, when torch is loaded; the ranks keep their own
+    if level not in os.environ:
+        os.environ[level] = "ERROR"
+        importlib.import_module("torch")
+        del os.environ[level]
 
 
 def _launch_config(config: SftConfig, log_dir: str) -> Any:

@@ -17,7 +17,7 @@ MODEL_TYPE = "qwen3_vl"
 FETCHED = "LANDFALL_MODEL_FOLDER"
 """Where the launcher has put the model of a hub, for the ranks that it starts."""
 
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 ANSWER_WITHIN_S = 12.0
 FILES = ["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]
 

@@ -91,13 +91,13 @@ def _refuse_unknown(extra: Sequence[str], entries: Iterable[Entry]) -> None:
     lines = [_suggestion(word, names) for word in unknown]
     raise UsageError(
         f"{', '.join(unknown)}: no such flag",
-        do="; ".join([*filter(None, lines), "landfall sft --help lists all flags"]),
+        do=" ".join([*filter(None, lines), "landfall sft --help lists all flags"]),
     )
 
 
 def _suggestion(word: str, names: Sequence[str]) -> str:
     close = difflib.get_close_matches(_canonical(word).removeprefix("--"), names, n=1)
-    return f"did you mean --{close[0]}?" if close else ""
+    return f"did you mean --{close[0]} for {word}?" if close else ""
 
 
 def _refuse_unbuilt(given: dict[str, list[Given]]) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import datetime
-import logging
 import os
 import random
-import warnings
 from dataclasses import dataclass
 
 import numpy
@@ -36,6 +34,10 @@ class Runtime:
     def coordinator(self) -> Coordinator:
         return self.session.coordinator
 
+    def close(self) -> None:
+        """Leave the conversation; rank 0, which holds the messages, waits a little for the others."""
+        self.coordinator.close()
+
     @property
     def dp_rank(self) -> int:
         return parallel_state.get_data_parallel_rank()
@@ -47,7 +49,6 @@ class Runtime:
 
 def start(config: SftConfig) -> Runtime:
     """Join the job that torchrun's environment describes; every rank calls it once."""
-    quieten()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = _pick_device(rank)
     timeout = datetime.timedelta(minutes=config.distributed_timeout_minutes)
@@ -65,7 +66,7 @@ def start(config: SftConfig) -> Runtime:
 
 
 def stop() -> None:
-    """Leave the job: groups first, so that no rank waits for one that is gone."""
+    """Take the process groups down, after a run that went well: after a failure others may be gone."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -77,14 +78,6 @@ def seed_all(seed: int) -> None:
     numpy.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-
-
-def quieten() -> None:
-    """Keep the frameworks' running commentary out of the progress; their errors still show."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\..*|megatron\..*")
-    warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
-    for name in ("megatron", "torch.distributed", "transformers", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _pick_device(rank: int) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,9 @@ class Processor:
         """The tokens of ``text``; special tokens written in it count, none is added."""
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes whenever a row could come out differently."""
-        parts = [self.tokenizer.backend_tokenizer.to_str(), msgspec.json.encode(self.images.settings)]
-        digest = xxhash.xxh3_128()
-        for part in parts:
-            digest.update(part)
+        digest = xxhash.xxh3_128(self.tokenizer.backend_tokenizer.to_str().encode())
+        digest.update(msgspec.json.encode(self.images.settings))
         return digest.hexdigest()

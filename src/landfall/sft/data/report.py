@@ -43,7 +43,7 @@ class Report:
         return [
             f"{self.num_rows} rows read: {self.num_train} to train on, {self.num_val} to validate with",
             f"training rows: {self.num_train_tokens} tokens, {mean:.0f} a row, at most {self.longest_row}",
-            *_listed("overlong rows left out (truncation_strategy delete)", self.deleted),
+            *_listed("overlong rows left out", self.deleted),
             *_listed("overlong rows shortened", self.cut),
         ]
 

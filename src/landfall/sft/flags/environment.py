@@ -55,7 +55,7 @@ class EnvironmentFlags:
         "127.0.0.1",
         "The address of node 0; needed on several nodes.",
         env="MASTER_ADDR",
-        check=spec.NOT_EMPTY,
+        check=spec.ADDRESS,
     )
     master_port: int | None = environment_flag(
         None,
@@ -111,24 +111,24 @@ class UnusedVariable:
     """A variable that ms-swift reads for Qwen3-VL and landfall does not."""
 
     name: str
-    default: float | None
+    default: str
     do: str = ""
     """What to set instead. Without it the variable concerns videos only, and is noted, not refused."""
 
 
 UNUSED_VARIABLES = (
-    UnusedVariable("MAX_PIXELS", None, "set IMAGE_MAX_TOKEN_NUM to MAX_PIXELS / 1024"),
-    UnusedVariable("MIN_PIXELS", None, "unset it; the processor of the model decides"),
-    UnusedVariable("IMAGE_MIN_TOKEN_NUM", 4, "unset it; the processor of the model decides"),
-    UnusedVariable("SPATIAL_MERGE_SIZE", 2, "unset it; the model's config.json decides"),
+    UnusedVariable("MAX_PIXELS", "", "set IMAGE_MAX_TOKEN_NUM to MAX_PIXELS / 1024"),
+    UnusedVariable("MIN_PIXELS", "", "unset it; the processor of the model decides"),
+    UnusedVariable("IMAGE_MIN_TOKEN_NUM", "4", "unset it; the processor of the model decides"),
+    UnusedVariable("SPATIAL_MERGE_SIZE", "2", "unset it; the model's config.json decides"),
     UnusedVariable(
-        "MAX_RATIO", 200, "unset it; the longer side of an image may be 200 times the shorter one"
+        "MAX_RATIO", "200", "unset it; the longer side of an image may be 200 times the shorter one"
     ),
-    UnusedVariable("VIDEO_MIN_TOKEN_NUM", 128),
-    UnusedVariable("VIDEO_MAX_TOKEN_NUM", 768),
-    UnusedVariable("VIDEO_MAX_PIXELS", None),
-    UnusedVariable("FRAME_FACTOR", 2),
-    UnusedVariable("FPS", 2),
-    UnusedVariable("FPS_MIN_FRAMES", 4),
-    UnusedVariable("FPS_MAX_FRAMES", 768),
+    UnusedVariable("VIDEO_MIN_TOKEN_NUM", "128"),
+    UnusedVariable("VIDEO_MAX_TOKEN_NUM", "768"),
+    UnusedVariable("VIDEO_MAX_PIXELS", ""),
+    UnusedVariable("FRAME_FACTOR", "2"),
+    UnusedVariable("FPS", "2"),
+    UnusedVariable("FPS_MIN_FRAMES", "4"),
+    UnusedVariable("FPS_MAX_FRAMES", "768"),
 )

@@ -20,7 +20,7 @@ class ModelFlags:
         "The model to start from: a folder with config.json and safetensors files, or the id of one on a "
         "hub (owner/name). A checkpoint-N folder that a run wrote is such a folder too. Ids are looked up "
         "on ModelScope if its package is installed, on Hugging Face if not or if USE_HF=1.",
-        check=spec.NOT_EMPTY,
+        check=spec.MODEL,
         default_text="needed",
     )
     model_type: str | None = model_flag(

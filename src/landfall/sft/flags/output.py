@@ -33,7 +33,7 @@ class OutputFlags:
         "The folder for everything that the run writes. On several nodes it has to be the same shared "
         "folder.",
         aliases=("output_dir",),
-        check=spec.NOT_EMPTY,
+        check=spec.FOLDER,
         default_text="megatron_output/<name of the model>",
     )
     add_version: bool = checkpoint_flag(True, "Write into a new folder v<n>-<date>-<time> inside --save.")
@@ -63,7 +63,7 @@ class OutputFlags:
         "The checkpoint to go on from: a checkpoint-N folder, or the folder of a run, whose newest good "
         "checkpoint is taken. --finetune says how much of it is used.",
         aliases=("mcore_model", "resume_from_checkpoint"),
-        check=spec.NOT_EMPTY,
+        check=spec.FOLDER,
     )
     no_load_optim: bool = checkpoint_flag(False, "With --load: begin with a fresh optimizer.")
     no_load_rng: bool = checkpoint_flag(False, "With --load: seed the random generators afresh.")
@@ -90,5 +90,5 @@ class OutputFlags:
         do="leave it out, and read logging.jsonl or the tensorboard files from there",
     )
     tensorboard_dir: str | None = evaluation_flag(
-        None, "The folder of the tensorboard files.", default_text="<save>/runs", check=spec.NOT_EMPTY
+        None, "The folder of the tensorboard files.", default_text="<save>/runs", check=spec.FOLDER
     )

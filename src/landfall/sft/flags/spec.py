@@ -33,7 +33,9 @@ COUNT_OR_ZERO = Check("a whole number from 0 on", lambda value: value >= 0)
 COUNT_OR_ALL = Check("a whole number from 0 on, or -1 for all", lambda value: value >= -1)
 RATIO = Check("a number from 0 to 1", lambda value: 0 <= value <= 1)
 SHARE = Check("a number from 0 to below 1", lambda value: 0 <= value < 1)
-NOT_EMPTY = Check("a text that isn't empty", lambda value: value != "")
+FOLDER = Check("a folder", lambda value: value != "")
+ADDRESS = Check("an address", lambda value: value != "")
+MODEL = Check("a folder, or an id of a hub", lambda value: value != "")
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Kind:
     def name(self) -> str:
         """How a value is called in help and errors."""
         if self.many:
-            return "values"
+            return "one or more texts"
         return {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[self.base]
 
 
@@ -135,7 +137,7 @@ def convert(entry: Entry, shown: str, texts: Sequence[str]) -> Any:
     """
     if entry.kind.many:
         if not texts:
-            raise missing_value(shown, "one or more values")
+            raise missing_value(shown, entry.expected)
         values: Any = tuple(_single(entry, shown, text) for text in texts)
     else:
         values = _single(entry, shown, _only(entry, shown, texts))
@@ -205,7 +207,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return " ".join(value)
+        return " ".join(value) or "none"
     if isinstance(value, float):
         return repr(value)
     return "none" if value is None else str(value)

@@ -25,7 +25,6 @@ class TrainingFlags:
         "micro batches of every rank; what is left over is not trained on. Goes before --train_iters.",
         aliases=("num_train_epochs",),
         check=spec.COUNT,
-        default_text="--max_epochs or --train_iters is needed",
     )
     train_iters: int | None = training_flag(
         None,

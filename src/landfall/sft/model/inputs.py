@@ -7,8 +7,8 @@ context-parallel rank; s of those in each layer (fewer than t with sequence para
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ class ImageTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Inputs:
-    """Tensors on the model's device; lengths and counts on the host."""
+    """Tensors on the model's device, except for the images; lengths and counts on the host."""
 
     input_ids: Tensor
     """[t]"""
@@ -63,7 +63,7 @@ class Inputs:
     layer_images: ImageTokens
     """Among the s tokens."""
     pixel_values: Tensor | None
-    """[P, C]"""
+    """[P, C], where the micro batch has it"""
     grid_thw: Tensor | None
     """[n, 3], on the host"""
 
@@ -72,47 +72,51 @@ def prepare(
     batch: MicroBatch, image_ids: Sequence[int], merge: int, sharing: Sharing, device: torch.device
 ) -> Inputs:
     """``batch`` best comes from the host: then nothing here waits for the device."""
-    pixel_values = None if batch.pixel_values is None else batch.pixel_values.to(device, non_blocking=True)
     host = MicroBatch(*(None if t is None else t.cpu() for t in _without_pixels(batch)))
-    boundaries = host.cu_seqlens.tolist()
-    num_padding = -host.num_tokens % (sharing.cp_size * sharing.sp_size)
-    if num_padding:  # one more row, without labels
-        boundaries.append(host.num_tokens + num_padding)
-    length = boundaries[-1] // sharing.cp_size
+    boundaries, host = _padded(host, sharing.cp_size * sharing.sp_size)
+    length = host.num_tokens // sharing.cp_size
     start = sharing.cp_rank * length
     ours = slice(start, start + length)
-
-    input_ids = pad(host.input_ids, (0, num_padding))
-    labels = pad(host.labels, (0, num_padding), value=NO_LOSS)[ours]
-    positions = pad(host.position_ids, (0, num_padding))[:, ours]
-    image_positions = torch.isin(input_ids, torch.tensor(image_ids)).nonzero().squeeze(1)
-    _check_images(len(image_positions), host.grid_thw, merge)
     layer_length = length // sharing.sp_size
     layer_start = start + sharing.sp_rank * layer_length
-    labelled = (labels != NO_LOSS).nonzero().squeeze(1)
+
     rows = [(max(row, start), min(end, ours.stop), row) for row, end in pairwise(boundaries)]
     rows = [(first, last, row) for first, last, row in rows if first < last]
-
-    def to_device(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True)
-
+    labelled = (host.labels[ours] != NO_LOSS).nonzero().squeeze(1)
+    image_positions = torch.isin(host.input_ids, torch.tensor(image_ids)).nonzero().squeeze(1)
+    _check_images(len(image_positions), host.grid_thw, merge)
     return Inputs(
-        input_ids=to_device(input_ids[ours]),
-        position_ids=to_device(positions),
+        input_ids=host.input_ids[ours].to(device, non_blocking=True),
+        position_ids=host.position_ids[:, ours].to(device, non_blocking=True),
         query_lengths=tuple(last - first for first, last, _ in rows),
         key_lengths=tuple(last - row for _, last, row in rows),
         first_key=rows[0][2],
-        labelled=to_device(labelled),
-        labels=to_device(labels[labelled]),
+        labelled=labelled.to(device, non_blocking=True),
+        labels=host.labels[ours][labelled].to(device, non_blocking=True),
         images=_within(image_positions, start, length, device),
         layer_images=_within(image_positions, layer_start, layer_length, device),
-        pixel_values=pixel_values,
+        pixel_values=batch.pixel_values,
         grid_thw=host.grid_thw,
     )
 
 
 def _without_pixels(batch: MicroBatch) -> tuple[Tensor | None, ...]:
     return (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, None, batch.grid_thw)
+
+
+def _padded(batch: MicroBatch, multiple: int) -> tuple[list[int], MicroBatch]:
+    """Row boundaries and ``batch`` with one more row, without labels, that makes its length a ``multiple``."""
+    boundaries = batch.cu_seqlens.tolist()
+    num_padding = -batch.num_tokens % multiple
+    if num_padding == 0:
+        return boundaries, batch
+    padded = replace(
+        batch,
+        input_ids=pad(batch.input_ids, (0, num_padding)),
+        labels=pad(batch.labels, (0, num_padding), value=NO_LOSS),
+        position_ids=pad(batch.position_ids, (0, num_padding)),
+    )
+    return [*boundaries, padded.num_tokens], padded
 
 
 def _within(positions: Tensor, start: int, length: int, device: torch.device) -> ImageTokens:

@@ -85,8 +85,8 @@ class Qwen3VLModel(MegatronModule):
         return Sharing(context.rank(), context.size(), tensor.rank(), tensor.size())
 
     def _embed(self, inputs: Inputs) -> tuple[Tensor, Deepstack | None]:
+        features = self._look(inputs)  # in the order of the parameters, in which DDP gathers them
         embedded = self.language_model.embed(inputs.input_ids)
-        features = self._look(inputs)
         deepstack = None
         if features is not None:
             embedded = _put(features.tokens, embedded, inputs.images)

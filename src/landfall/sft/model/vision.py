@@ -51,12 +51,13 @@ class PatchProjection(torch.nn.Conv3d):
 
 
 def look(tower: Qwen3VLVisionModel, pixel_values: Tensor, grid_thw: Tensor) -> ImageFeatures:
-    """``pixel_values`` [P, C] on the tower's device, ``grid_thw`` [n, 3] on the host."""
+    """``pixel_values`` [P, C], ``grid_thw`` [n, 3] on the host."""
     weight = tower.patch_embed.proj.weight
     sampling = (tower.num_grid_per_side, tower.interpolation_mode, tower.interpolation_align_corners)
     grids = tuple(map(tuple, grid_thw.tolist()))
     plan = _plan(grids, tower.config.spatial_merge_size, sampling, weight.device)
-    seen = tower(pixel_values.to(weight.dtype), grid_thw=grid_thw, **plan)
+    pixel_values = pixel_values.to(weight.device, non_blocking=True).to(weight.dtype)
+    seen = tower(pixel_values, grid_thw=grid_thw, **plan)
     levels = seen.deepstack_features
     return ImageFeatures(seen.pooler_output, torch.stack(levels) if levels else None)
 
