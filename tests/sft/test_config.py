@@ -232,6 +232,8 @@ def test_stray_word_is_refused() -> None:
         "--report_to wandb",
         "--report_to tensorboard swanlab",
         "--model_type qwen3_vl_moe",
+        "--attention_backend unfused",
+        "--attention_softmax_in_fp32 false",
     ],
 )
 def test_unbuilt_flag_is_refused_by_name(flags: str) -> None:
@@ -373,6 +375,14 @@ def test_rank_takes_the_size_of_the_job_from_torchrun() -> None:
     environ = dict(RANK="5", LOCAL_RANK="1", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", GROUP_RANK="1", NNODES="2")
     config = resolved("", **environ).config
     assert (config.nproc_per_node, config.nnodes, config.node_rank) == (4, 2, 1)
+
+
+def test_variables_that_only_the_launcher_has_set_are_not_the_users() -> None:
+    environ = dict(OMP_NUM_THREADS="3", CUDA_DEVICE_MAX_CONNECTIONS="1", MASTER_PORT="29501")
+    sources = resolved("", **environ, LANDFALL_UNSET="OMP_NUM_THREADS CUDA_DEVICE_MAX_CONNECTIONS").sources
+    assert sources["omp_num_threads"] == "derived"
+    assert sources["cuda_device_max_connections"] == "default"
+    assert sources["master_port"] == "environment"
 
 
 def test_model_config_fills_in_what_was_not_given() -> None:

@@ -67,6 +67,7 @@ def test_without_ranks_asked_for_one_runs_in_this_process(model: Path) -> None:
     assert int(environ["OMP_NUM_THREADS"]) == len(os.sched_getaffinity(0))
     assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert environ["LANDFALL_MODEL_FOLDER"] == str(model)
+    assert {"OMP_NUM_THREADS", "MASTER_PORT", "NNODES"} <= set(environ["LANDFALL_UNSET"].split())
 
 
 def test_exit_code_of_the_only_rank_is_returned(model: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import (
 )
 
 from landfall.demo.digits import PICTURE_SIDE
+from landfall.demo.progress import without_progress_bars
 from landfall.demo.tokenizer import VOCAB_SIZE, build_tokenizer
 
 _SEED = 20
@@ -26,7 +27,8 @@ def write_model(folder: Path) -> None:
         model = Qwen3VLForConditionalGeneration(_config(tokenizer.get_vocab())).to(torch.bfloat16)
     end = [tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=end, pad_token_id=end[1])
-    model.save_pretrained(folder)
+    with without_progress_bars():
+        model.save_pretrained(folder)
     # Inside tokenizer_config.json, where Qwen's own folders have it.
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     _image_processor().save_pretrained(folder)

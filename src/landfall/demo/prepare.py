@@ -64,7 +64,8 @@ def prepare(folder: str | Path, ranks: int) -> DemoPaths:
     """Make what is missing of a demo folder, with a script for ``ranks`` processes.
 
     A complete folder is left as it is, edits of sft.sh included, unless ``ranks`` is another. A half-made one
-    is made again; what training put there stays. Files that the demo did not make are never touched: UsageError.
+    is made again; what training put there stays. UsageError before files are overwritten that the demo did
+    not make.
     """
     if ranks < 1:
         raise UsageError("the demo needs at least one rank", got=str(ranks))
@@ -107,7 +108,7 @@ def _is_whole(paths: DemoPaths, state: _State) -> bool:
 
 
 def _read_state(paths: DemoPaths) -> _State | None:
-    """None for a folder that holds nothing of a demo; UsageError when it holds something like it, but not ours."""
+    """None for a folder without demo; UsageError when what lies there has our names but is not ours."""
     path = paths.folder / _STATE_FILE
     if path.exists():
         try:

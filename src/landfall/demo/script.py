@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from importlib.resources import files
 
 _ROWS_PER_STEP = 32
@@ -34,9 +33,12 @@ def demo_script(ranks: int, output: str) -> str:
         "NUM_WORKERS": ("0", "small pictures on a small machine; the report had 4"),
         "DATASET_NUM_PROC": ("1", "few rows; the report had 8"),
     }
-    script = recipe()
-    for name, (value, reason) in changes.items():
-        line = f"{name}=${{{name}:-{value}}}  # {reason}"
-        script, count = re.subn(rf"^{name}=.*$", lambda _, line=line: line, script, flags=re.MULTILINE)
-        assert count == 1, f"the recipe sets {name} {count} times"
-    return script
+    lines = []
+    for line in recipe().splitlines():
+        name = line.partition("=")[0]
+        if name in changes:
+            value, reason = changes.pop(name)
+            line = f"{name}=${{{name}:-{value}}}  # {reason}"
+        lines.append(line)
+    assert not changes, f"the recipe does not set {', '.join(changes)}"
+    return "\n".join(lines) + "\n"

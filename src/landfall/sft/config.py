@@ -65,14 +65,23 @@ def resolve(argv: Sequence[str], environ: Mapping[str, str]) -> Resolved:
     draft = derive.Draft({entry.name: entry.default for entry in entries()})
     for name, given in parse(argv, entries()).items():
         draft.set(name, _value(name, given), "flag", given[0].shown)
-    for entry in entries():
-        if entry.flag.env and entry.flag.env in environ:
-            value = spec.convert(entry, entry.flag.env, [environ[entry.flag.env]])
-            draft.set(entry.name, value, "environment", entry.flag.env)
+    _take_environment(draft, environ)
     derive.complete(draft, environ)
     config = SftConfig(**draft.values)
     derive.check(config, draft)
     return Resolved(config, draft.sources, tuple(draft.notes))
+
+
+def _take_environment(draft: derive.Draft, environ: Mapping[str, str]) -> None:
+    unset = environ.get(derive.UNSET, "").split()
+    for entry in entries():
+        variable = entry.flag.env
+        if variable and variable in environ:
+            value = spec.convert(entry, variable, [environ[variable]])
+            if variable not in unset:
+                draft.set(entry.name, value, "environment", variable)
+            elif value != entry.default:
+                draft.set(entry.name, value, "derived")
 
 
 def _value(name: str, given: Sequence[Given]) -> Any:

@@ -2,9 +2,9 @@
 
 megatron-core asks for CUDA by name: ``torch.cuda.current_device()``, ``device="cuda"``, ``tensor.cuda()``,
 ``tensor.type() == "torch.cuda.FloatTensor"``. :func:`install` changes what those names mean inside
-megatron-core's own functions, the loaded ones and those still to be imported: ``cuda`` becomes ``cpu`` in their
-code objects, and their ``torch`` becomes a view of torch whose ``torch.cpu`` also has what only ``torch.cuda``
-has. torch itself is not touched, so every other caller sees what it always saw.
+megatron-core's own functions, the loaded ones and those still to be imported: ``cuda`` becomes ``cpu`` in
+their code objects, and their ``torch`` becomes a view of torch whose ``torch.cpu`` also has what only
+``torch.cuda`` has. torch itself is not touched, so every other caller sees what it always saw.
 """
 
 from __future__ import annotations
@@ -154,7 +154,10 @@ def _use_cpu_generator() -> None:
     """megatron-core's named random states become states of the CPU generator."""
     from megatron.core.tensor_parallel import random
 
-    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):  # type: ignore[misc]
+    class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
+        states_: dict[str, torch.Tensor]
+        _current_state_name: str
+
         @contextlib.contextmanager
         def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
             """As megatron-core's, without its complaint that the CPU generator moved: here it is meant to."""

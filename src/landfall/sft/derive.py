@@ -15,6 +15,8 @@ Source = Literal["default", "flag", "environment", "model", "derived"]
 
 TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 MULTI_NODE_PORT = 29500
+UNSET = "LANDFALL_UNSET"
+"""The variables that the launcher found unset: what a rank sees in them is not the user's."""
 
 
 class Draft:

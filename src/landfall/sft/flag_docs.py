@@ -58,6 +58,7 @@ The launcher also sets, for the ranks:
 - `LANDFALL_MODEL_FOLDER`: where it found or put the model.
 - `RANK`, `LOCAL_RANK`, `WORLD_SIZE` and more, as torchrun does. A process that has these three is taken for a
   rank, and starts no others: `torchrun ... --no-python landfall sft ...` works too.
+- `LANDFALL_UNSET`: which variables of the table were not set by the user.
 - `TORCH_ELASTIC_SHUTDOWN_TIMEOUT`, unless it is set: the 600 seconds that ranks may take to save and end
   after a signal.
 

@@ -14,8 +14,8 @@ from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from landfall.errors import LandfallError
-from landfall.sft.config import SftConfig, resolve
-from landfall.sft.derive import is_rank
+from landfall.sft.config import SftConfig, entries, resolve
+from landfall.sft.derive import UNSET, is_rank
 from landfall.sft.model_folder import FETCHED, read_model_config, resolve_model
 
 WORKER = "landfall.sft.worker"
@@ -35,11 +35,14 @@ def launch(
     Raises UsageError before anything is started. The exit code is that of the first rank that failed, or
     128 + n after signal n.
     """
+    environ.pop(UNSET, None)
     resolved = resolve(argv, environ)
     config = resolved.config
     folder = resolve_model(config.model, {}, config.use_hf)
     resolved.with_model(read_model_config(folder, config.model_type))
 
+    variables = [entry.flag.env for entry in entries() if entry.flag.env]
+    environ[UNSET] = " ".join(variable for variable in variables if variable not in environ)
     environ[FETCHED] = str(folder)
     environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", str(config.cuda_device_max_connections))
     environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", STOP_WITHIN_S)

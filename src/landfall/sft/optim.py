@@ -1,4 +1,4 @@
-"""Adam, the distributed optimizer around it, and the learning-rate schedule: megatron-core's, put together."""
+"""Adam, and around it megatron-core's distributed optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    distrib_optimizer,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim.adam import adam
 
@@ -138,7 +143,9 @@ def _scheduler(optimizer: MegatronOptimizer, options: OptimizerOptions) -> Optim
         )
     if not 0 <= options.min_lr <= options.lr:
         raise UsageError(
-            "min_lr must not be above lr", got=f"lr {options.lr:g}, min_lr {options.min_lr:g}", do="lower min_lr"
+            "min_lr must not be above lr",
+            got=f"lr {options.lr:g}, min_lr {options.min_lr:g}",
+            do="lower min_lr",
         )
     return OptimizerParamScheduler(
         optimizer,

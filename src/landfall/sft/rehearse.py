@@ -43,9 +43,13 @@ def rehearse(folder: Path, trained: Trained, config: SftConfig, runtime: Runtime
     if not torch.equal(everyones[:, 0], torch.arange(runtime.world_size).float()):
         raise UsageError("A rehearsal of the save read back other numbers than were saved", where=str(place))
     if runtime.rank == 0:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(place)
         _check_room(folder, trained, config)
+
+
+def forget_rehearsal(folder: Path) -> None:
+    """Remove what was rehearsed. Rank 0 calls it when all ranks have read it."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(folder / FOLDER)
 
 
 def _check_room(folder: Path, trained: Trained, config: SftConfig) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from landfall import __version__
 from landfall.errors import UsageError
 from landfall.models.qwen3_vl import Qwen3VLNames, padded_vocab_size
 from landfall.sft.agree import Together
@@ -22,7 +23,7 @@ from landfall.sft.folders import new_run_folder
 from landfall.sft.model.build import ModelOptions, build_model
 from landfall.sft.model.freeze import apply_freeze
 from landfall.sft.optim import OptimizerOptions, allocate_state, build_optimizer, wrap_ddp
-from landfall.sft.rehearse import rehearse
+from landfall.sft.rehearse import forget_rehearsal, rehearse
 from landfall.sft.report import Report, show_configuration
 from landfall.sft.runtime import Runtime
 
@@ -91,6 +92,7 @@ def prepare_run(resolved: Resolved, model_folder: Path, runtime: Runtime) -> Run
     with together.step("rehearsal"):
         rehearse(folder, trained, config, runtime)
     if runtime.rank == 0:
+        forget_rehearsal(folder)
         _write_run_files(folder, data, model_files)
     report = Report(config, folder, num_steps, position.step, runtime.rank == 0)
     _introduce(report, folder, data, position, num_steps)
@@ -241,7 +243,7 @@ def _read_model_files(model_folder: Path, resolved: Resolved) -> dict[str, bytes
     for part in (config, config["text_config"], config["vision_config"]):
         part.update({name: dtype for name in ("dtype", "torch_dtype") if name in part})
     files["config.json"] = _json(config)
-    versions = {name: version(name) for name in ("landfall", "torch", "megatron-core", "transformers")}
+    versions = {"landfall": __version__} | {name: version(name) for name in ("torch", "megatron-core", "transformers")}
     files["args.json"] = _json({**resolved.to_args_json(), "versions": versions})
     return files
 

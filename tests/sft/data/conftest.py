@@ -51,7 +51,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
-    bpe.train_from_iterator(["user\nassistant\nsystem\n what is in this picture? a cat and a dog\n\n"] * 9, trainer)
+    bpe.train_from_iterator(
+        ["user\nassistant\nsystem\n what is in this picture? a cat and a dog\n\n"] * 9, trainer
+    )
     bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,

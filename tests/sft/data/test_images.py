@@ -23,7 +23,11 @@ def test_photo_of_640_by_480_becomes_300_tokens(processor: Processor, image: Cal
 @given(width=st.integers(1, 300), height=st.integers(1, 300), max_tokens=st.sampled_from([4, 9, 50, None]))
 @settings(max_examples=40, deadline=None)
 def test_grid_from_the_header_equals_the_grid_of_the_pixels(
-    model_folder: Path, tmp_path_factory: pytest.TempPathFactory, width: int, height: int, max_tokens: int | None
+    model_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    width: int,
+    height: int,
+    max_tokens: int | None,
 ) -> None:
     if max(width, height) > 200 * min(width, height):
         return
@@ -95,7 +99,9 @@ def test_file_that_is_cut_short_is_found_by_its_header(
         processor.images.header(str(path))
 
 
-def test_image_longer_than_200_times_its_width_is_refused(processor: Processor, image: Callable[..., Path]) -> None:
+def test_image_longer_than_200_times_its_width_is_refused(
+    processor: Processor, image: Callable[..., Path]
+) -> None:
     with pytest.raises(ValueError, match="aspect ratio"):
         processor.images.header(str(image("thin.png", 1000, 4)))
 

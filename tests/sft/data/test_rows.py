@@ -96,7 +96,10 @@ def test_missing_tags_are_put_before_the_first_user_message() -> None:
         ({"messages": [USER, {**ANSWER, "loss": False}]}, "every answer has loss false"),
         ({"messages": [USER, {**ANSWER, "loss": "no"}]}, "`loss` must be true or false"),
         ({"messages": [USER, {**ANSWER, "loss_scale": 0.5}]}, "`loss_scale`"),
-        ({"messages": [USER, {"role": "system", "content": "s"}, ANSWER]}, "a system message that is not the first"),
+        (
+            {"messages": [USER, {"role": "system", "content": "s"}, ANSWER]},
+            "a system message that is not the first",
+        ),
         ({"query": "q", "response": 7}, "must be text, not a number"),
         ({"query": "q", "response": None}, "neither messages"),
         ({"query": "q", "response": "a", "history": [["1"]]}, "`history`"),
@@ -112,7 +115,10 @@ def test_missing_tags_are_put_before_the_first_user_message() -> None:
         ({"messages": [ANSWER], "images": ["1"]}, "no user message to put them in"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}, ANSWER]}, "neither text nor image"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image", "image": "1"}]}, ANSWER], "images": ["2"]},
+            {
+                "messages": [{"role": "user", "content": [{"type": "image", "image": "1"}]}, ANSWER],
+                "images": ["2"],
+            },
             "both beside the messages and inside",
         ),
     ],

@@ -164,7 +164,11 @@ def test_hub_id_that_can_not_be_fetched_is_refused(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 7, ran.stderr
     assert "hf::landfall-tests/no-such-dataset" in ran.stdout

@@ -32,7 +32,9 @@ def _assert_images_are_whole(example: Example, processor: Processor) -> None:
 def photo_rows(image: Callable[..., Path], jsonl: Callable[..., str]) -> str:
     """A fitting row, a 300-token photo with a question and its answer, a fitting row."""
     image("photo.png", 640, 480)
-    return jsonl([chat("hi", "ho"), chat("<image>what is this?", "a cat", images=["photo.png"]), chat("ha", "he")])
+    return jsonl(
+        [chat("hi", "ho"), chat("<image>what is this?", "a cat", images=["photo.png"]), chat("ha", "he")]
+    )
 
 
 @pytest.mark.case("f01")
@@ -40,7 +42,10 @@ def test_overlong_row_is_deleted_counted_and_named(
     photo_rows: str, config: Callable[..., Any], processor: Processor
 ) -> None:
     prepared = prepare(config(photo_rows, max_length=256), processor)
-    assert [prepared.train.source(i) for i in range(len(prepared.train))] == [f"{photo_rows}:1", f"{photo_rows}:3"]
+    assert [prepared.train.source(i) for i in range(len(prepared.train))] == [
+        f"{photo_rows}:1",
+        f"{photo_rows}:3",
+    ]
     (deleted,) = prepared.report.deleted
     assert deleted.source == f"{photo_rows}:2"
     assert deleted.reason == "317 tokens, max_length 256"
@@ -124,7 +129,9 @@ def test_split_is_refused_by_name(config: Callable[..., Any]) -> None:
     max_length=st.integers(0, 120),
     strategy=st.sampled_from(["left", "right"]),
 )
-def test_cut_never_parts_an_image_and_never_wastes_room(row: list[int], max_length: int, strategy: str) -> None:
+def test_cut_never_parts_an_image_and_never_wastes_room(
+    row: list[int], max_length: int, strategy: str
+) -> None:
     """``row``: 0 is a text token, n > 0 an image of n tokens between its marks."""
     ids = [token for n in row for token in ([MARK, PAD, MARK] if n else [1])]
     each = lengths(ids, PAD, [n for n in row if n])

@@ -65,8 +65,11 @@ class MicroBatch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, move: Callable[[Tensor], Tensor]) -> MicroBatch:
-        tensors: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        return MicroBatch(**{name: t if t is None else move(t) for name, t in tensors.items()})
+        moved: dict[str, Any] = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            moved[field.name] = None if tensor is None else move(tensor)
+        return MicroBatch(**moved)
 
 
 def collate(examples: Sequence[Example]) -> MicroBatch:

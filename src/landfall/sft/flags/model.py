@@ -60,18 +60,22 @@ class ModelFlags:
     attention_softmax_in_fp32: bool = memory_flag(
         True,
         "Compute the softmax of the attention in float32.",
-        gpu="with megatron-core's own attention; flash and fused kernels always do",
+        built=(True,),
+        do="leave it out: the softmax is always computed in float32, and costs nothing",
     )
     attention_backend: str = memory_flag(
         "flash",
-        "Which attention kernel is used.",
+        "Which attention kernel is used, in the language model and in the vision tower.",
         choices=("flash", "fused", "unfused", "local", "auto"),
-        cpu="no: there is one attention for the CPU",
-        gpu="with TransformerEngine, whose kernels these are; else megatron-core's own attention is used",
+        built=("flash", "auto"),
+        do="leave it out: the attention is torch's, the flash kernel where it can be",
+        cpu="no: the flash kernel is CUDA's; torch's scaled_dot_product_attention is used",
+        gpu="yes, in bfloat16; in float32 torch's scaled_dot_product_attention is used",
     )
     cross_entropy_loss_fusion: bool = memory_flag(
         False,
-        "Compute the loss in one fused pass over the logits, which takes less memory.",
+        "Compute the loss from a part of the logits at a time, and once more in the backward pass: much "
+        "less memory for a little more time.",
     )
     recompute_granularity: str | None = memory_flag(
         "selective",

@@ -40,7 +40,7 @@ class TrainingFlags:
     )
     seed: int = training_flag(
         42,
-        "Decides the order of rows, what is set aside for validation, and dropout.",
+        "Decides the order of rows and what is set aside for validation.",
         check=spec.COUNT_OR_ZERO,
     )
     finetune: bool = training_flag(

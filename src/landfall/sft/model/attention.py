@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -112,7 +112,9 @@ def attend(
     return _row_by_row(query, key, value, rows, causal, scale)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, causal: bool, scale: float | None) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, rows: Rows, causal: bool, scale: float | None
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     arguments: dict[str, Any] = {} if scale is None else {"scale": scale}
@@ -123,7 +125,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, causal: bool, 
         arguments["is_causal"] = causal
     if "enable_gqa" in known:
         arguments["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(
+    attended = varlen_attn(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -133,15 +135,14 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Rows, causal: bool, 
         rows.max_seqlen_kv,
         **arguments,
     )
+    return cast(Tensor, attended)
 
 
 def _one_call(
     query: Tensor, key: Tensor, value: Tensor, num_rows: int, causal: bool, scale: float | None
 ) -> Tensor:
     """All rows have the same length: one call for all of them."""
-    by_row = (
-        tensor.view(num_rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value)
-    )
+    by_row = (tensor.view(num_rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value))
     attended = _scaled_dot_product(*by_row, causal=causal, scale=scale)
     return attended.transpose(1, 2).reshape(query.shape)
 

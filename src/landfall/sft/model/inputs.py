@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +29,8 @@ class Sharing:
     """Tensor-parallel ranks if they split the tokens (sequence parallelism), else one."""
 
 
-class ImageTokens(NamedTuple):
+@dataclass(frozen=True)
+class ImageTokens:
     """Image tokens within some range of tokens: where they are, and which image features they take."""
 
     positions: Tensor
@@ -72,8 +72,7 @@ def prepare(
     batch: MicroBatch, image_ids: Sequence[int], merge: int, sharing: Sharing, device: torch.device
 ) -> Inputs:
     """``batch`` best comes from the host: then nothing here waits for the device."""
-    host = MicroBatch(*(None if t is None else t.cpu() for t in _without_pixels(batch)))
-    boundaries, host = _padded(host, sharing.cp_size * sharing.sp_size)
+    boundaries, host = _padded(_on_host(batch), sharing.cp_size * sharing.sp_size)
     length = host.num_tokens // sharing.cp_size
     start = sharing.cp_rank * length
     ours = slice(start, start + length)
@@ -100,12 +99,20 @@ def prepare(
     )
 
 
-def _without_pixels(batch: MicroBatch) -> tuple[Tensor | None, ...]:
-    return (batch.input_ids, batch.labels, batch.position_ids, batch.cu_seqlens, None, batch.grid_thw)
+def _on_host(batch: MicroBatch) -> MicroBatch:
+    """All but the pixels. Not by ``batch.to``, which from a device would not wait for the copy."""
+    return MicroBatch(
+        input_ids=batch.input_ids.cpu(),
+        labels=batch.labels.cpu(),
+        position_ids=batch.position_ids.cpu(),
+        cu_seqlens=batch.cu_seqlens.cpu(),
+        pixel_values=None,
+        grid_thw=None if batch.grid_thw is None else batch.grid_thw.cpu(),
+    )
 
 
 def _padded(batch: MicroBatch, multiple: int) -> tuple[list[int], MicroBatch]:
-    """Row boundaries and ``batch`` with one more row, without labels, that makes its length a ``multiple``."""
+    """Row boundaries, and ``batch`` with one more row without labels that makes its length a multiple."""
     boundaries = batch.cu_seqlens.tolist()
     num_padding = -batch.num_tokens % multiple
     if num_padding == 0:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -89,8 +88,11 @@ class LanguageModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else None
         return self.output_layer(hidden.squeeze(1).index_select(0, labelled), weight, labels)
 
 
@@ -102,23 +104,21 @@ class Head(ColumnParallelLinear):
     def forward(self, hidden: Tensor, weight: Tensor | None, labels: Tensor | None) -> Tensor:
         """``hidden`` [N, H] -> losses [N] float32; logits [N, vocabulary] if ``labels`` is None."""
         weight = self.weight if weight is None else weight
-        hidden = copy_to_tensor_model_parallel_region(hidden)
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
         if labels is None:
             return self._all_logits(hidden, weight)
         losses = fused_losses if self.config.cross_entropy_loss_fusion else plain_losses
         return losses(hidden, weight, labels, self._shard(weight))
 
     def _shard(self, weight: Tensor) -> VocabShard:
-        group = parallel_state.get_tensor_model_parallel_group()
-        first = group.rank() * weight.shape[0]
-        return VocabShard(first, max(0, min(weight.shape[0], self.vocab_size - first)), group)
+        first = self.tp_group.rank() * weight.shape[0]
+        return VocabShard(first, max(0, min(weight.shape[0], self.vocab_size - first)), self.tp_group)
 
     def _all_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         logits = torch.nn.functional.linear(hidden, weight)
-        group = parallel_state.get_tensor_model_parallel_group()
-        if group.size() > 1:
-            shards = [torch.empty_like(logits) for _ in range(group.size())]
-            torch.distributed.all_gather(shards, logits.contiguous(), group=group)
+        if self.tp_group.size() > 1:
+            shards = [torch.empty_like(logits) for _ in range(self.tp_group.size())]
+            torch.distributed.all_gather(shards, logits.contiguous(), group=self.tp_group)
             logits = torch.cat(shards, dim=-1)
         return logits[:, : self.vocab_size]
 

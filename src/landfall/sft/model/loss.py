@@ -119,10 +119,9 @@ class _WeightGradient:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
-        self._in_place = getattr(weight, "main_grad", None) is not None
-        self._sum = (
-            weight.main_grad if self._in_place else torch.zeros_like(weight, dtype=torch.float32)
-        )
+        buffer: Tensor | None = getattr(weight, "main_grad", None)
+        self._in_place = buffer is not None
+        self._sum = torch.zeros_like(weight, dtype=torch.float32) if buffer is None else buffer
 
     def add(self, of_logits: Tensor, hidden: Tensor) -> None:
         if self._sum.dtype == hidden.dtype:

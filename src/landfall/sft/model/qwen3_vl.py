@@ -81,7 +81,7 @@ class Qwen3VLModel(MegatronModule):
         context = parallel_state.get_context_parallel_group()
         if not self.config.sequence_parallel:
             return Sharing(context.rank(), context.size())
-        tensor = parallel_state.get_tensor_model_parallel_group()
+        tensor = self.language_model.tp_group
         return Sharing(context.rank(), context.size(), tensor.rank(), tensor.size())
 
     def _embed(self, inputs: Inputs) -> tuple[Tensor, Deepstack | None]:
@@ -93,7 +93,7 @@ class Qwen3VLModel(MegatronModule):
             if features.deepstack is not None:
                 deepstack = self._deepstack(features.deepstack, inputs.layer_images)
         if self.config.sequence_parallel:
-            embedded = scatter_to_sequence_parallel_region(embedded)
+            embedded = scatter_to_sequence_parallel_region(embedded, group=self.language_model.tp_group)
         return embedded, deepstack
 
     def _look(self, inputs: Inputs) -> ImageFeatures | None:
@@ -108,7 +108,7 @@ class Qwen3VLModel(MegatronModule):
     def _deepstack(self, features: Tensor, images: ImageTokens) -> Deepstack:
         if self.config.sequence_parallel:
             # each tensor-parallel rank adds other features, so their gradients are summed over the ranks
-            features = copy_to_tensor_model_parallel_region(features)
+            features = copy_to_tensor_model_parallel_region(features, group=self.language_model.tp_group)
         if images.count == 0:
             return Deepstack(features[:, :1] * 0, images.positions.new_zeros(1))
         return Deepstack(features[:, images.first : images.first + images.count], images.positions)

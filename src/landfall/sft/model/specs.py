@@ -38,7 +38,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        # asked for when megatron finalizes the gradients
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 class DeepstackLayer(TransformerLayer):
@@ -60,7 +61,7 @@ class DeepstackLayer(TransformerLayer):
         hidden_states, _ = super().forward(
             hidden_states=hidden_states, attention_mask=attention_mask, **arguments
         )
-        if context is None:
+        if context is None or context_mask is None:
             return hidden_states, None
         level = self.layer_number - 1
         hidden_states = hidden_states.index_add(0, context_mask, context[level].unsqueeze(1))

@@ -1,7 +1,7 @@
 """The vision tower: transformers' Qwen3VLVisionModel, with attention and patch embedding that keep up.
 
-Shapes: P patches of C values, n images, V image tokens (P / merge size squared), H hidden size of the language
-model, h heads, d head size.
+Shapes: P patches of C values, n images, V image tokens (P / merge size squared), H hidden size of the
+language model, h heads, d head size.
 """
 
 from __future__ import annotations
@@ -95,5 +95,5 @@ def _attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, rows: Rows, **_: Any
 ) -> tuple[Tensor, None]:
     """transformers' calling convention: [1, h, P, d] each -> [1, P, h, d]; every frame attends to itself."""
-    joined = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
-    return attend(*joined, rows, causal=False, scale=None).unsqueeze(0), None
+    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
+    return attend(query, key, value, rows, causal=False, scale=None).unsqueeze(0), None
