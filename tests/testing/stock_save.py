@@ -1,4 +1,4 @@
-"""A program that saves with stock megatron-core, as a training script would: two ranks, gloo, full parallel save."""
+"""A program that saves with stock megatron-core, as a training script does that knows nothing of landfall."""
 
 from __future__ import annotations
 

@@ -256,8 +256,7 @@ def test_stock_megatron_dies_where_the_report_says(tmp_path: Path) -> None:
         assert message == ERROR
         reported = ["save", "async_save", "save_state_dict_async_plan", "gather_object", "gather"]
         found = [name for name in functions if name in reported]
-        assert found[-4:] == reported[1:]
-        assert found[0] == "save"
+        assert list(dict.fromkeys(found)) == reported
     assert not (tmp_path / ".metadata").exists()
 
 

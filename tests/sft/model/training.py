@@ -23,7 +23,7 @@ OPTIMIZER = OptimizerOptions(lr=3e-3, train_iters=20, global_batch_size=8, lr_wa
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train. Step s takes the rows of ``kinds[s % len(kinds)]``, always the same, in order over ranks."""
+    """What to train. Step s takes the rows of ``kinds[s % len(kinds)]``, the same for the same kinds, in order over ranks."""
 
     num_steps: int = 10
     kinds: tuple[tuple[str, ...], ...] = MIXED
@@ -63,8 +63,8 @@ def train(plan: Plan) -> Outcome:
 
 def micro_batches(plan: Plan, step: int) -> list[MicroBatch]:
     """This data-parallel rank's share of a step: a contiguous part of the global batch."""
-    turn = step % len(plan.kinds)
-    examples = tiny.rows(plan.kinds[turn], seed=turn)
+    kinds = plan.kinds[step % len(plan.kinds)]
+    examples = tiny.rows(kinds, seed=plan.kinds.index(kinds))
     share = len(examples) // parallel_state.get_data_parallel_world_size()
     first = parallel_state.get_data_parallel_rank() * share
     ours = examples[first : first + share]

@@ -113,7 +113,7 @@ class RowMapper:
         pads = np.flatnonzero(np.asarray(encoded.input_ids) == self.processor.image_token_id)
         kept = keep(each, pads, self.max_length, self.strategy)
         trained = encoded.trained[kept]
-        if not any(trained):  # nothing precedes the first token that could predict it
+        if not any(trained[1:]):  # nothing precedes the first token that could predict it
             reason = f"{too_long}; nothing to train on is left when the {self.strategy} is cut off"
             return _columns([], [], [], [], int(each.sum()), DELETED, reason)
         images = slice(*np.searchsorted(pads, [kept.start, kept.stop]).tolist())

@@ -129,6 +129,7 @@ def _execution(options: ModelOptions) -> dict[str, Any]:
         "masked_softmax_fusion": False,
         "pipeline_dtype": dtype,
         "variable_seq_lengths": pipelined,  # micro batches differ in length
+        "moe_token_dispatcher_type": "alltoall",  # checked against that even where nothing is dispatched
         "deallocate_pipeline_outputs": pipelined,
     }
 

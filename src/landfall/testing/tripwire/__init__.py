@@ -13,6 +13,7 @@ for gloo by name stay gloo, as they would beside NCCL.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -54,6 +55,7 @@ COLLECTIVES = frozenset(
 )
 """Methods of ProcessGroup that make all ranks talk, in every torch from 2.6 to 2.13."""
 
+_lock = threading.Lock()
 _mode: Mode | None = None
 _calls: Counter[str] = Counter()
 _calls_while_armed: Counter[str] = Counter()
@@ -89,14 +91,14 @@ def calls() -> Counter[str]:
 
 def calls_while_armed() -> Counter[str]:
     """The calls that came while armed, whether they raised or not: tells when an error was swallowed."""
-    return Counter(_calls_while_armed)
+    return +_calls_while_armed
 
 
 class Tripwire(ProcessGroup):
     """A process group over gloo that counts every call and raises where the mode forbids it."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # its stub has the other constructor only
         gloo = ProcessGroupGloo(PrefixStore("tripwire", store), rank, size, timeout)
         # A whole process group, not only its backend: that has every method under the names of this torch.
         self._inner = ProcessGroup(store, rank, size)
@@ -104,17 +106,18 @@ class Tripwire(ProcessGroup):
             group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
-    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+    def getBackendName(self) -> str:
         return "tripwire"
 
 
 def _forward(name: str) -> Callable[..., Any]:
     def forward(self: Tripwire, *args: Any, **kwargs: Any) -> Any:
-        _calls[name] += 1
-        if _mode is not None:
-            _calls_while_armed[name] += 1
-            if _mode == "strict" or name in POINT_TO_POINT:
-                raise RuntimeError(ERROR)
+        with _lock:
+            mode = _mode
+            _calls[name] += 1
+            _calls_while_armed[name] += mode is not None
+        if mode == "strict" or (mode == "nccl" and name in POINT_TO_POINT):
+            raise RuntimeError(ERROR)
         return getattr(self._inner, name)(*args, **kwargs)
 
     return forward

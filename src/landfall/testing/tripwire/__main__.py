@@ -1,4 +1,4 @@
-"""Run a program behind the tripwire: ``torchrun -m landfall.testing.tripwire [--mode nccl|strict] -m MODULE ARGS``.
+"""Run a program behind the tripwire: ``torchrun -m landfall.testing.tripwire --mode strict -m MODULE ARGS``.
 
 Its CPU process groups train over gloo and fail as NCCL on a full GPU does while a checkpoint is saved or
 loaded. ``--around MODULE:FUNCTION`` (as often as needed) arms around other functions than landfall's own.
