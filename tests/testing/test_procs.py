@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -21,13 +22,16 @@ def sum_of_ranks(offset: int) -> tuple[int, float, int]:
     return dist.get_rank(), total.item(), torch.get_num_threads()
 
 
+def state_at_start() -> tuple[set[str], dict[str, int]]:
+    def num_threads(pid: int) -> int:
+        return len(os.listdir(f"/proc/{pid}/task"))
+
+    return set(sys.modules), {"rank": num_threads(os.getpid()), "fork server": num_threads(os.getppid())}
+
+
 def one_raises(guilty: int) -> None:
     if int(os.environ["RANK"]) == guilty:
         raise LookupError(f"rank {guilty} lost its keys")
-    time.sleep(600)
-
-
-def sleep_for_ever(_: str) -> None:
     time.sleep(600)
 
 
@@ -55,11 +59,10 @@ def test_ranks_that_meet_return_results_by_rank() -> None:
     assert run_ranks(sum_of_ranks, 3, 10) == [(0, 33.0, 1), (1, 33.0, 1), (2, 33.0, 1)]
 
 
-def test_a_second_start_takes_well_under_a_second() -> None:
-    run_ranks(sum_of_ranks, 2, 0)
-    started = time.monotonic()
-    run_ranks(sum_of_ranks, 2, 0)
-    assert time.monotonic() - started < 1.0
+def test_ranks_start_with_the_heavy_modules_loaded_and_no_thread() -> None:
+    for modules, num_threads in run_ranks(state_at_start, 2):
+        assert {"torch", "megatron.core", "transformers.models.qwen3_vl.modeling_qwen3_vl"} <= modules
+        assert num_threads == {"rank": 1, "fork server": 1}
 
 
 def test_environment_reaches_the_ranks() -> None:
@@ -77,12 +80,15 @@ def test_a_rank_that_raises_ends_the_others_and_shows_both() -> None:
     assert "still ran" in caught.value.failures[0] and "in one_raises" in caught.value.failures[0]
 
 
-def test_a_time_out_kills_all_and_shows_every_stack() -> None:
-    with start_ranks(sleep_for_ever, 2, "") as ranks, pytest.raises(RanksFailed) as caught:
-        ranks.wait(timeout_s=1.0)
+def test_a_time_out_kills_all_and_shows_every_stack(tmp_path: Path) -> None:
+    with start_ranks(wait_for_go, 2, str(tmp_path)) as ranks:
+        wait_for_files(tmp_path, 2)
+        with pytest.raises(RanksFailed, match="still run after 0.1 s") as caught:
+            ranks.wait(timeout_s=0.1)
+        assert [process.exitcode for process in ranks.processes] == [-signal.SIGKILL] * 2
     assert sorted(caught.value.failures) == [0, 1]
-    assert all("in sleep_for_ever" in text for text in caught.value.failures.values())
-    assert [process.exitcode for process in ranks.processes] == [-signal.SIGKILL] * 2
+    for rank, text in caught.value.failures.items():
+        assert "in wait_for_go" in text and f"rank {rank} is here" in text
 
 
 def test_a_killed_rank_leaves_the_others_running(tmp_path: Path) -> None:

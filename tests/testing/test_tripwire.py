@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from stock_save import restored_ok, stock_save
 
 from landfall.testing import tripwire
 from landfall.testing.procs import run_ranks
+from tests.testing.stock_save import restored_ok, stock_save
 
 ERROR = "NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"
 
@@ -264,8 +264,8 @@ def torchrun(mode: str, folder: Path) -> subprocess.CompletedProcess[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     behind = ["-m", "landfall.testing.tripwire", "--mode", mode]
     behind += ["--around", "megatron.core.dist_checkpointing.serialization:save"]
-    program = ["-m", "stock_save", str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    program = ["-m", "tests.testing.stock_save", str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         launcher + behind + program, env=environment, capture_output=True, text=True, timeout=120
     )

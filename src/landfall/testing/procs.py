@@ -30,6 +30,10 @@ OTHERS_S = 3.0
 """How long the other ranks may take to fail too, once one has: their tracebacks tell more than a kill."""
 
 
+STACKS_S = 5.0
+"""How long a rank may take to write its stacks before it is killed."""
+
+
 class RanksFailed(Exception):
     """Ranks raised, died or ran out of time. ``failures`` has what each of them left behind."""
 
@@ -180,13 +184,25 @@ class Ranks:
         for rank in running:
             self.resume(rank)
             os.kill(self._pid(rank), signal.SIGUSR1)
-        time.sleep(0.5)  # the dump is written by a signal handler, which can't tell when it is done
         stacks = {}
         for rank in running:
+            dump = _settled(self.folder / f"{rank}.stacks")
             self.kill(rank)
-            dump = self.folder / f"{rank}.stacks"
-            stacks[rank] = "still ran\n" + (dump.read_text(errors="replace") if dump.exists() else "no stack")
+            stacks[rank] = f"still ran\n{dump}its last output:\n{self.output(rank)[-2000:]}"
         return stacks
+
+
+def _settled(path: Path) -> str:
+    """The text of a file that a signal handler writes, which can't tell when it is done."""
+    until = time.monotonic() + STACKS_S
+    before = ""
+    while time.monotonic() < until:
+        text = path.read_text(errors="replace") if path.exists() else ""
+        if text and text == before:
+            return text
+        before = text
+        time.sleep(0.1)
+    return before or "no stack\n"
 
 
 def free_port() -> int:

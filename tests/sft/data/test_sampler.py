@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from landfall.errors import UsageError
@@ -17,6 +17,7 @@ from landfall.sft.data.sampler import Stream, epoch_rows, train_iters
     num_micro_batches=st.integers(1, 4),
     seed=st.integers(0, 2**40),
 )
+@settings(deadline=None)
 def test_any_number_of_ranks_trains_on_the_same_global_batches(
     num_rows: int, micro_batch_size: int, dp_size: int, num_micro_batches: int, seed: int
 ) -> None:
@@ -34,6 +35,7 @@ def test_any_number_of_ranks_trains_on_the_same_global_batches(
 @given(
     num_rows=st.integers(1, 50), left_out=st.integers(0, 10), size=st.integers(1, 20), seed=st.integers(0, 99)
 )
+@settings(deadline=None)
 def test_every_row_comes_at_most_once_an_epoch(num_rows: int, left_out: int, size: int, seed: int) -> None:
     rows_an_epoch = max(num_rows - left_out, 1)
     stream = Stream(num_rows, rows_an_epoch, size, seed)

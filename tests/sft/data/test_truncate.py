@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from landfall.errors import DataError, UsageError
@@ -119,6 +119,16 @@ def test_every_max_length_leaves_images_whole(
     assert seen == {"left": {0, 1, 2, 3}, "right": {0, 2, 3}}[strategy]
 
 
+def test_row_of_which_only_the_first_token_is_trained_on_counts_as_deleted(
+    jsonl: Callable[..., str], config: Callable[..., Any], processor: Processor
+) -> None:
+    data = jsonl([chat("hi", "ho")])
+    with pytest.raises(DataError, match="No row is left") as caught:
+        prepare(config(data, max_length=1, truncation_strategy="left"), processor)
+    assert "nothing to train on is left" in str(caught.value)
+    assert len(prepare(config(data, max_length=2, truncation_strategy="left"), processor).train) == 1
+
+
 def test_split_is_refused_by_name(config: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match="split is not supported"):
         config("train.jsonl", truncation_strategy="split")
@@ -129,6 +139,7 @@ def test_split_is_refused_by_name(config: Callable[..., Any]) -> None:
     max_length=st.integers(0, 120),
     strategy=st.sampled_from(["left", "right"]),
 )
+@settings(deadline=None)
 def test_cut_never_parts_an_image_and_never_wastes_room(
     row: list[int], max_length: int, strategy: str
 ) -> None:

@@ -22,14 +22,18 @@ class Peak(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        given = {storage._cdata for storage in _storages((args, kwargs))}
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+        for storage in _storages(out):
+            if storage._cdata not in given:
                 self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._live = {key: (ref, n) for key, (ref, n) in self._live.items() if not ref.expired()}
         self.peak_bytes = max(self.peak_bytes, sum(n for _, n in self._live.values()))
         return out
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    return [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:

@@ -38,8 +38,12 @@ def test_nothing_to_train_is_refused() -> None:
 
 @pytest.mark.parametrize("freeze", [(False, True, True), (True, True, False), (True, False, True)])
 def test_frozen_parts_keep_their_weights_while_the_rest_learns(freeze: tuple[bool, bool, bool]) -> None:
-    before = {name: p.detach().clone() for name, p in tiny.make(tiny.reference(tiny.config())).named_parameters()}
-    after = train(Plan(num_steps=3, freeze=freeze, optimizer=replace(OPTIMIZER, lr_warmup_iters=0))).parameters
+    before = {
+        name: p.detach().clone() for name, p in tiny.make(tiny.reference(tiny.config())).named_parameters()
+    }
+    after = train(
+        Plan(num_steps=3, freeze=freeze, optimizer=replace(OPTIMIZER, lr_warmup_iters=0))
+    ).parameters
     for name, parameter in after.items():
         frozen = freeze[PARTS.index(part_of(name))]
         padding = name.endswith(("word_embeddings.weight", "output_layer.weight"))

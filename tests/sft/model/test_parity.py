@@ -92,7 +92,10 @@ def test_every_part_of_the_input_matters() -> None:
     before = model.logits(batch)
     moved = batch.position_ids.clone()
     moved[1, 4:] += 3
-    for changed in (replace(batch, pixel_values=batch.pixel_values + 0.1), replace(batch, position_ids=moved)):
+    for changed in (
+        replace(batch, pixel_values=batch.pixel_values + 0.1),
+        replace(batch, position_ids=moved),
+    ):
         assert (model.logits(changed) - before).abs().max() > 1e-3
 
     level = model.visual.deepstack_merger_list[1].linear_fc2.weight

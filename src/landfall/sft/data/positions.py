@@ -24,7 +24,7 @@ def mrope_positions(
         raise ValueError(f"{places.size} image tokens for grids that make {num_tokens.sum()}")
 
     moves_on = np.where(is_image, 0, 1)
-    moves_on[places[ends - 1]] = width
+    moves_on[places[ends - 1]] = np.maximum(height, width)
     positions = np.tile(np.cumsum(moves_on) - moves_on, (3, 1))
 
     rank = np.arange(places.size) - np.repeat(ends - num_tokens, num_tokens)

@@ -62,7 +62,7 @@ class Stream:
             )
         self.num_rows, self.epoch_rows = num_rows, epoch_rows
         self.global_batch_size, self.seed = global_batch_size, seed
-        self._permutations: dict[int, np.ndarray] = {}
+        self._epoch, self._order = -1, np.arange(0)
 
     def rows(self, step: int) -> list[int]:
         """The rows of the global batch of ``step`` (from 0), in order."""
@@ -76,9 +76,8 @@ class Stream:
         return [rows[start : start + micro_batch_size] for start in range(0, len(rows), micro_batch_size)]
 
     def _permutation(self, epoch: int) -> np.ndarray:
-        if epoch not in self._permutations:
+        if epoch != self._epoch:
             # RandomState, unlike newer generators, promises the same numbers in every version of numpy
-            permutation = np.random.RandomState((self.seed + epoch) % 2**32).permutation(self.num_rows)
-            last = {e: p for e, p in self._permutations.items() if e == epoch - 1}  # a batch may span two
-            self._permutations = {**last, epoch: permutation}
-        return self._permutations[epoch]
+            random = np.random.RandomState((self.seed + epoch) % 2**32)
+            self._epoch, self._order = epoch, random.permutation(self.num_rows)
+        return self._order

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,14 +53,13 @@ class LineSource(Source):
                 offset += len(line)
         self._numbers, self._starts = np.array(numbers, dtype=np.int64), np.array(starts, dtype=np.int64)
         self._file: io.BufferedReader | None = None
-        self._file_pid = 0
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def row(self, index: int) -> Any:
-        if self._file is None or self._file_pid != os.getpid():  # a forked process must not share the offset
-            self._file, self._file_pid = open(self.name, "rb"), os.getpid()  # noqa: SIM115  # for every row
+        if self._file is None:
+            self._file = open(self.name, "rb")  # noqa: SIM115  # stays open for the next rows
         self._file.seek(int(self._starts[index]))
         try:
             return json.loads(self._file.readline())

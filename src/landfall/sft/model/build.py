@@ -53,8 +53,7 @@ def build_model(hf_config: Qwen3VLConfig | Mapping[str, Any], options: ModelOpti
     with torch.device(device):
         tower = build_tower(hf.vision_config, options.vit_gradient_checkpointing) if pre_process else None
         language_model = _language_model(hf, config, options)
-    if pre_process:
-        _check_deepstack(config, len(hf.vision_config.deepstack_visual_indexes))
+    _check_stage(config, len(hf.vision_config.deepstack_visual_indexes) if pre_process else 0)
     model = Qwen3VLModel(
         config,
         language_model,
@@ -152,8 +151,15 @@ def _language_model(hf: Qwen3VLConfig, config: TransformerConfig, options: Model
     )
 
 
-def _check_deepstack(config: TransformerConfig, num_levels: int) -> None:
-    num_layers = get_num_layers_to_build(config)
+def _check_stage(config: TransformerConfig, num_levels: int) -> None:
+    """What megatron-core would find out in the middle of a step, or never."""
+    num_layers, num_together = get_num_layers_to_build(config), config.recompute_num_layers
+    if config.recompute_method == "uniform" and num_together and num_layers % num_together:
+        raise UsageError(
+            "uniform recomputation must divide the layers of a pipeline stage evenly",
+            got=f"recompute_num_layers {num_together}, {num_layers} layers",
+            do="set recompute_num_layers to 1",
+        )
     if num_levels > num_layers:
         raise UsageError(
             "the first pipeline stage has too few layers for the vision tower's deepstack features",
