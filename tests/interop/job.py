@@ -20,7 +20,9 @@ from landfall.engine.load import load
 from landfall.engine.save import save
 from landfall.engine.session import Session
 from landfall.engine.stage import Stager
+from landfall.engine.stock import StockCheckpoint
 from landfall.format import torch_dist
+from landfall.format.unpickle import load_object
 from landfall.sft.model.build import ModelOptions
 from landfall.sft.model.step import train_step
 from landfall.sft.optim import OptimizerOptions, allocate_state, build_optimizer, wrap_ddp
@@ -55,30 +57,34 @@ class Job:
         return found
 
 
-def start(bf16: bool, seed: int = 3, tied: bool = True) -> Job:
+def start(bf16: bool, seed: int = 3, tied: bool = True, session: Session | None = None) -> Job:
+    """A job on this rank; with the ``session`` of another one, beside it in the same process groups."""
     options = ModelOptions(bf16=bf16)
-    tiny.join(options)
+    if session is None:
+        tiny.join(options)
     plan = training.Plan(options=options, micro_batch_size=2)
     model = tiny.make(tiny.reference(tiny.config(tied), seed), options)
     settings = OptimizerOptions(**{**vars(training.OPTIMIZER), "bf16": bf16})
     wrapped = wrap_ddp(model, settings)
     optimizer, scheduler = build_optimizer(wrapped, settings)
     allocate_state(optimizer)
+    return Job(model, wrapped, optimizer, scheduler, plan, session or start_session())
+
+
+def start_session() -> Session:
     alone = dist.get_world_size() == 1
     coordinator = SoloCoordinator() if alone else TCPStoreCoordinator.from_process_group()
-    session = Session(coordinator, Stager(torch.device("cpu")), deadline_s=60)
-    return Job(model, wrapped, optimizer, scheduler, plan, session)
+    return Session(coordinator, Stager(torch.device("cpu")), deadline_s=60)
 
 
 def save_ours(job: Job, folder: Path, step: int) -> None:
     description = describe.describe_model(job.model)
     shards = describe.model_shards(description, to_save=True)
     shards += describe.optimizer_shards(job.optimizer, description, to_save=True)
-    [inner] = describe.distributed_optimizers(job.optimizer)
     common = {
         "iteration": step,
         "content_metadata": METADATA,
-        "optimizer": {**inner.state_dict(), "param_state_sharding_type": "fully_reshardable"},
+        "optimizer": describe.optimizer_common(job.optimizer),
         "opt_param_scheduler": job.scheduler.state_dict(),
     }
     part = TorchDist(shards, description.objects, torch_dist.object_bytes(common))
@@ -90,6 +96,10 @@ def load_ours(job: Job, source: Any) -> None:
     shards = describe.model_shards(description, to_save=False)
     shards += describe.optimizer_shards(job.optimizer, description, to_save=False)
     load(shards, source, TORCH_DIST)
+    data = source.read_common() if isinstance(source, StockCheckpoint) else source.read_file(torch_dist.COMMON)
+    common = load_object(data, source.place)
+    describe.restore_optimizer_common(job.optimizer, common["optimizer"])
+    job.scheduler.load_state_dict(common["opt_param_scheduler"])
 
 
 def stock_state(job: Job, kind: str, is_loading: bool) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from landfall.errors import UsageError
 from landfall.sft.model.freeze import part_of
 from landfall.sft.model.step import train_step
-from landfall.sft.optim import Adam, OptimizerOptions, build_optimizer, install_optimizer, wrap_ddp
+from landfall.sft.optim import (
+    Adam,
+    OptimizerOptions,
+    allocate_state,
+    build_optimizer,
+    install_optimizer,
+    wrap_ddp,
+)
 from tests.sft.model import tiny
 from tests.sft.model.training import OPTIMIZER
 
@@ -179,3 +186,16 @@ def test_parts_have_their_own_rates_and_biases_do_not_decay() -> None:
 def test_schedule_that_cannot_be_is_refused(change: dict[str, float], match: str) -> None:
     with pytest.raises(UsageError, match=match):
         training(replace(OPTIMIZER, **change))
+
+
+def test_state_allocated_at_start_is_what_the_first_step_would_make() -> None:
+    after_a_step = []
+    for early in (False, True):
+        wrapped, optimizer, scheduler = training(replace(OPTIMIZER, lr_warmup_iters=0))
+        if early:
+            allocate_state(optimizer)
+            inner = optimizer.chained_optimizers[0].optimizer
+            assert len(inner.state) == len(list(wrapped.parameters()))
+        train_step(wrapped, optimizer, scheduler, [tiny.joined("image", "text")])
+        after_a_step.append([parameter.detach().clone() for parameter in wrapped.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*after_a_step, strict=True))

@@ -7,10 +7,11 @@ import re
 import resource
 import runpy
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from PIL import Image
@@ -22,6 +23,8 @@ from landfall.engine.load import load
 from landfall.format.shards import Shard, whole
 from landfall.store.local import LocalStore
 from landfall.testing.procs import Ranks, start_ranks
+
+_T = TypeVar("_T")
 
 BASE: dict[str, Any] = {
     "bf16": False,
@@ -57,7 +60,6 @@ class Sft:
     outputs: list[str]
     """What each rank wrote to stdout and stderr."""
     save: Path
-    peak_bytes: int = 0
 
     @property
     def ok(self) -> Sft:
@@ -106,9 +108,9 @@ def step_of(entry: Mapping[str, Any]) -> int:
     return int(entry["iteration"].partition("/")[0])
 
 
-def flags(world: World, save: Path, given: Mapping[str, Any]) -> list[str]:
+def flags(world: World, out: Path, given: Mapping[str, Any]) -> list[str]:
     """The command line of BASE with ``given``, whose None leaves a flag out."""
-    everything = {"model": world.model, "dataset": world.data, "save": save, **BASE, **given}
+    everything = {"model": world.model, "dataset": world.data, "save": out, **BASE, **given}
     words: list[str] = []
     for name, value in everything.items():
         if value is not None:
@@ -122,7 +124,7 @@ def _word(value: Any) -> str:
 
 def start_sft(
     world: World,
-    save: Path,
+    out: Path,
     ranks: int = 1,
     env: Mapping[str, str] | None = None,
     entry: Callable[[list[str]], Any] | None = None,
@@ -130,14 +132,23 @@ def start_sft(
 ) -> Ranks:
     """The trainer on ``ranks`` ranks, as torchrun would have started them; for tests that kill some."""
     environment = {"LANDFALL_CACHE": str(world.cache), **(env or {})}
-    return start_ranks(entry or as_rank, ranks, flags(world, save, given), backend_env=environment)
+    return start_ranks(entry or as_rank, ranks, flags(world, out, given), backend_env=environment)
 
 
-def run_sft(world: World, save: Path, ranks: int = 1, timeout_s: float = 120.0, **given: Any) -> Sft:
+def run_sft(world: World, out: Path, ranks: int = 1, timeout_s: float = 120.0, **given: Any) -> Sft:
     """The trainer from start to end. ``given`` are flags, and what :func:`start_sft` takes."""
-    with start_sft(world, save, ranks, **given) as started:
+    with start_sft(world, out, ranks, **given) as started:
         codes = started.exit_codes(timeout_s)
-        return Sft(codes, [started.output(rank) for rank in range(ranks)], save)
+        return Sft(codes, [started.output(rank) for rank in range(ranks)], out)
+
+
+def wait_for(condition: Callable[[], _T], timeout_s: float = 60.0) -> _T:
+    """What ``condition`` returns, once it is true."""
+    until = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < until, "what was waited for did not come"
+        time.sleep(0.001)
+    return found
 
 
 def as_rank(argv: list[str]) -> None:
@@ -146,30 +157,47 @@ def as_rank(argv: list[str]) -> None:
     runpy.run_module("landfall.sft.worker", run_name="__main__", alter_sys=True)
 
 
+@dataclass(frozen=True)
+class Watched:
+    """What :func:`as_watched_rank` saw in one rank."""
+
+    peak_bytes: int
+    """The most memory that tensors took."""
+    has_workers: bool
+    """Whether it had processes of its own."""
+    has_fused_loss: bool
+
+
 def as_watched_rank(argv: list[str]) -> None:
-    """The same, and says at the end how much memory tensors took at most, and whether there were workers."""
+    """Trains like :func:`as_rank`, and prints what :func:`watched` reads; the run has to go well."""
     from landfall.sft.worker import main
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
-        code = main(argv)
-    assert code == 0
-    print(f"PEAK {_peak_bytes(watch)}", f"WORKERS {resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt > 0}")
+        assert main(argv) == 0
+    events = watch.profiler.kineto_results.events()
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seen = Watched(
+        peak_bytes=_peak_bytes(events),
+        has_workers=children.ru_minflt > 0,
+        has_fused_loss=any(event.name() == "_FusedLosses" for event in events),
+    )
+    print(f"WATCHED {json.dumps(asdict(seen))}")
 
 
-def _peak_bytes(watch: profile) -> int:
-    events = [event for event in watch.profiler.kineto_results.events() if event.name() == "[memory]"]
+def _peak_bytes(events: Sequence[Any]) -> int:
     now = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
     return peak
 
 
-def watched(run: Sft) -> tuple[int, bool]:
-    """What :func:`as_watched_rank` said on rank 0: peak bytes of tensors, and whether there were workers."""
-    found = re.search(r"PEAK (\d+) WORKERS (\w+)", run.ok.outputs[0])
-    assert found is not None
-    return int(found[1]), found[2] == "True"
+def watched(run: Sft) -> Watched:
+    """Of rank 0."""
+    found = re.search(r"WATCHED (.*)", run.outputs[0])
+    assert found is not None, run.outputs[0]
+    return Watched(**json.loads(found[1]))
 
 
 def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:

@@ -15,6 +15,9 @@ WRITERS: tuple[Writer, ...] = ("stock", "dcp_nccl", "dcp_gloo", "landfall")
 ROOMS: tuple[Room, ...] = ("roomy", "full")
 ACTIONS: tuple[Action, ...] = ("save", "load")
 
+_GET_THROUGH: tuple[Writer, ...] = ("dcp_gloo", "landfall")
+"""Those that save on a full card: they talk on the CPU."""
+
 NUM_TIMED = 5
 """Saves that are timed, after a first one that is not."""
 
@@ -44,27 +47,31 @@ class Launch(msgspec.Struct, frozen=True):
 
     steps: list[Step]
 
-    @property
-    def is_race(self) -> bool:
-        return bool(self.steps and self.steps[0].repeat)
-
 
 def plan_launches(writers: Sequence[Writer], root: str, *, on_gpu: bool) -> list[Launch]:
     """All launches, in order; a later one may need what an earlier one saved below ``root``.
 
     On a GPU every step has fresh ranks: NCCL makes its communicators at their first use and keeps them, so a
-    second step would hide what the first one cost. The tripwire keeps nothing, so one launch does all of a
-    writer's steps there.
+    second step would hide what the first one cost. The tripwire keeps nothing; there the ranks are only
+    fresh after the writers that fail.
     """
-    steps = [
-        _step(writer, room, action, root) for room in ROOMS for action in ACTIONS for writer in writers
-    ]
-    if on_gpu:
-        launches = [Launch([step]) for step in steps]
-    else:
-        launches = [Launch([step for step in steps if step.writer == writer]) for writer in writers]
     race = _race(writers, root)
-    return launches + ([race] if race.steps else [])
+    if on_gpu:
+        order = [(writer, room, action) for room in ROOMS for action in ACTIONS for writer in writers]
+        launches = [[_step(writer, room, action, root)] for writer, room, action in order] + [race]
+    else:
+        launches = [
+            [
+                _step(writer, room, action, root)
+                for writer in writers
+                if (writer in _GET_THROUGH) == get_through
+                for room in ROOMS
+                for action in ACTIONS
+            ]
+            + (race if get_through else [])
+            for get_through in (False, True)
+        ]
+    return [Launch(steps) for steps in launches if steps]
 
 
 def _step(writer: Writer, room: Room, action: Action, root: str) -> Step:
@@ -74,13 +81,11 @@ def _step(writer: Writer, room: Room, action: Action, root: str) -> Step:
     return Step(writer, room, action, sources=tuple(f"{root}/{writer}-{each}" for each in rooms))
 
 
-def _race(writers: Sequence[Writer], root: str) -> Launch:
-    """The two that get through, in turn in the same processes, on the full card."""
-    runners: list[Writer] = [writer for writer in ("dcp_gloo", "landfall") if writer in writers]  # type: ignore[misc]
-    return Launch(
-        [
-            Step(writer, "full", "save", folder=f"{root}/race-{writer}-{repeat}", repeat=repeat)
-            for repeat in range(1, NUM_TIMED + 2)
-            for writer in runners
-        ]
-    )
+def _race(writers: Sequence[Writer], root: str) -> list[Step]:
+    """Those that get through, in turn in the same processes, on the full card."""
+    return [
+        Step(writer, "full", "save", folder=f"{root}/race-{writer}-{repeat}", repeat=repeat)
+        for repeat in range(1, NUM_TIMED + 2)
+        for writer in writers
+        if writer in _GET_THROUGH
+    ]

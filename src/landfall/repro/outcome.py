@@ -127,9 +127,11 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def collectives(self) -> dict[str, int] | None:
-        """The most calls that a rank made, by name; None if a rank could not count."""
+        """The most calls that a rank made, by name; None if a rank that came to an end could not count."""
         most: dict[str, int] = {}
         for attempt in self.attempts:
+            if attempt.ended not in ("done", "failed"):
+                continue
             if attempt.collectives is None:
                 return None
             for name, count in attempt.collectives.items():

@@ -116,18 +116,9 @@ def _common(trained: Trained, config: SftConfig, position: Position) -> dict[str
         "landfall": msgspec.to_builtins(position),
     }
     if not config.no_save_optim:
-        common["optimizer"] = _optimizer_common(trained.optimizer)
+        common["optimizer"] = describe.optimizer_common(trained.optimizer)
         common["opt_param_scheduler"] = trained.scheduler.state_dict()
     return common
-
-
-def _optimizer_common(optimizer: Any) -> dict[Any, Any]:
-    """The optimizer's state that is no tensor, as stock megatron-core keeps it (one entry an optimizer)."""
-    states = [
-        {**inner.state_dict(), "param_state_sharding_type": describe.METADATA["distrib_optim_sharding_type"]}
-        for inner in describe.distributed_optimizers(optimizer)
-    ]
-    return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
 def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Runtime) -> Position | None:
@@ -151,7 +142,8 @@ def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Ru
     _check_resumable(common, opened, config)
     if not config.no_load_optim:
         load(describe.optimizer_shards(trained.optimizer, description, to_save=False), opened, TORCH_DIST)
-        _restore_optimizer(trained, common)
+        describe.restore_optimizer_common(trained.optimizer, common["optimizer"])
+        trained.scheduler.load_state_dict(common["opt_param_scheduler"])
     if not config.no_load_rng:
         _restore_rng(opened, runtime)
     position = common.get("landfall")
@@ -224,18 +216,6 @@ def _check_resumable(common: dict[str, Any], opened: Checkpoint | StockCheckpoin
             do="--finetune true starts at step 0 from its weights; --no_load_optim true and --no_load_rng true "
             "continue at its step without them",
         )
-
-
-def _restore_optimizer(trained: Trained, common: dict[str, Any]) -> None:
-    states = common["optimizer"]
-    inner = describe.distributed_optimizers(trained.optimizer)
-    for number, optimizer in enumerate(inner):
-        state = dict(states if len(inner) == 1 else states[number])
-        state.pop("param_state", None)
-        state.pop("param_state_sharding_type", None)
-        optimizer.load_state_dict(state)
-    if "opt_param_scheduler" in common:
-        trained.scheduler.load_state_dict(common["opt_param_scheduler"])
 
 
 def _rng_records(opened: Checkpoint | StockCheckpoint) -> dict[str, Any]:

@@ -23,7 +23,8 @@ OPTIMIZER = OptimizerOptions(lr=3e-3, train_iters=20, global_batch_size=8, lr_wa
 
 @dataclass(frozen=True)
 class Plan:
-    """What to train. Step s takes the rows of ``kinds[s % len(kinds)]``, the same for the same kinds, in order over ranks."""
+    """What to train. Step s takes rows of ``kinds[s % len(kinds)]``, in order over the ranks; the same kinds
+    are the same rows."""
 
     num_steps: int = 10
     kinds: tuple[tuple[str, ...], ...] = MIXED

@@ -110,6 +110,23 @@ def optimizer_shards(optimizer: Any, description: ModelDescription, *, to_save: 
     return shards
 
 
+def optimizer_common(optimizer: Any) -> dict[Any, Any]:
+    """The optimizer's state that is no tensor, as stock megatron-core keeps it in common.pt."""
+    states = [
+        {**inner.state_dict(), "param_state_sharding_type": METADATA["distrib_optim_sharding_type"]}
+        for inner in distributed_optimizers(optimizer)
+    ]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
+
+
+def restore_optimizer_common(optimizer: Any, saved: dict[Any, Any]) -> None:
+    """Put back what :func:`optimizer_common` (or stock megatron-core) saved; the tensors stay as they are."""
+    found = distributed_optimizers(optimizer)
+    for number, inner in enumerate(found):
+        state = saved if len(found) == 1 else saved[number]
+        inner.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
+
+
 def hugging_face_shards(
     model: torch.nn.Module, pieces_of: Callable[[str], Iterable[NamePiece]], replicas: tuple[int, ...]
 ) -> list[Shard]:

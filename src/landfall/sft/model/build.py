@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -126,11 +129,19 @@ def _execution(options: ModelOptions) -> dict[str, Any]:
         "use_cpu_initialization": not torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,
         "masked_softmax_fusion": False,
+        "bias_activation_fusion": _can_compile(),
         "pipeline_dtype": dtype,
         "variable_seq_lengths": pipelined,  # micro batches differ in length
         "moe_token_dispatcher_type": "alltoall",  # checked against that even where nothing is dispatched
         "deallocate_pipeline_outputs": pipelined,
     }
+
+
+def _can_compile() -> bool:
+    """Whether torch.compile works here, by which megatron-core fuses SwiGLU: not worth its time on a CPU."""
+    compilers = filter(None, (os.environ.get("CC"), "gcc", "clang"))
+    has_triton = importlib.util.find_spec("triton") is not None
+    return torch.cuda.is_available() and has_triton and any(map(shutil.which, compilers))
 
 
 def _language_model(hf: Qwen3VLConfig, config: TransformerConfig, options: ModelOptions) -> LanguageModel:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 
 class Angles(NamedTuple):
-    """Cosine and sine of each token's angles, in the model's type."""
+    """Cosine and sine of each token's angles."""
 
     cos: Tensor
-    """[T, 1, 1, d / 2]"""
+    """[T, 1, ..., d / 2], the same for all heads"""
     sin: Tensor
-    """[T, 1, 1, d / 2]"""
 
 
 class InterleavedRotary(torch.nn.Module):
@@ -34,7 +33,7 @@ class InterleavedRotary(torch.nn.Module):
         self.axes = torch.nn.Buffer(axes, persistent=False)
 
     def forward(self, position_ids: Tensor, dtype: torch.dtype) -> Angles:
-        """``position_ids`` [3, T]."""
+        """``position_ids`` [3, T] -> [T, 1, 1, d / 2]."""
         steps = torch.arange(0, self.head_dim, 2, device=position_ids.device).float()
         frequencies = 1.0 / self.base ** (steps / self.head_dim)
         angles = position_ids[self.axes].float().t() * frequencies
@@ -43,7 +42,7 @@ class InterleavedRotary(torch.nn.Module):
 
 
 def rotate(heads: Tensor, angles: Angles) -> Tensor:
-    """Turn ``heads`` [T, 1, any, d] by ``angles``; the first half of d is paired with the second."""
+    """Turn ``heads`` [T, ..., d] by ``angles``; the first half of d is paired with the second."""
     return _Rotation.apply(heads, angles.cos, angles.sin)
 
 
@@ -62,6 +61,8 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    if heads.is_cpu and heads.dtype == torch.bfloat16:  # twice as fast by way of float32
+        return _turn(heads.float(), cos, sin, direction).to(heads.dtype)
     turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
     (left, right), (turned_left, turned_right) = heads.chunk(2, -1), turned.chunk(2, -1)
     torch.mul(left, cos, out=turned_left).addcmul_(right, sin, value=-direction)

@@ -1,4 +1,4 @@
-"""The vision tower: transformers' Qwen3VLVisionModel, with attention and patch embedding that keep up.
+"""The vision tower: transformers' Qwen3VLVisionModel, with an attention and a patch embedding that keep up.
 
 Shapes: P patches of C values, n images, V image tokens (P / merge size squared), H hidden size of the
 language model, h heads, d head size.
@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention, Qwen3VLVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from landfall.sft.model.attention import Rows, attend
-
-ATTENTION = "landfall_varlen_flash"
-"""Our name in transformers' registry. It must contain "flash": then all images go through one call, with
-their lengths; without, transformers calls once an image."""
+from landfall.sft.model.rotary import Angles, rotate
 
 
 class ImageFeatures(NamedTuple):
@@ -34,10 +30,10 @@ class ImageFeatures(NamedTuple):
 def build_tower(config: Qwen3VLVisionConfig, gradient_checkpointing: bool) -> Qwen3VLVisionModel:
     """On torch's default device, in float32, with random weights."""
     tower = Qwen3VLVisionModel(copy.deepcopy(config))
-    AttentionInterface.register(ATTENTION, _attention)
-    tower.config._attn_implementation = ATTENTION  # set late: transformers looks for a flash package at start
-    projection = tower.patch_embed.proj
-    projection.__class__ = PatchProjection
+    # Ours add no state to transformers' modules, so those can become ours.
+    tower.patch_embed.proj.__class__ = PatchProjection
+    for block in tower.blocks:
+        block.attn.__class__ = FrameAttention
     if gradient_checkpointing:
         tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return tower
@@ -48,6 +44,27 @@ class PatchProjection(torch.nn.Conv3d):
 
     def forward(self, patches: Tensor) -> Tensor:
         return torch.nn.functional.linear(patches.flatten(1), self.weight.flatten(1), self.bias)
+
+
+class FrameAttention(Qwen3VLVisionAttention):
+    """Every frame attends to itself: one call for all of them, where transformers calls once a frame."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        cu_seqlens: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        rows: Rows,
+        **_: Any,
+    ) -> Tensor:
+        """``hidden_states`` [P, hidden size] of the tower, ``position_embeddings`` [P, d] float32."""
+        heads, num_patches = self.num_heads, len(hidden_states)
+        joined = self.qkv(hidden_states).view(num_patches, 3 * heads, -1)
+        turning, value = joined.split((2 * heads, heads), dim=1)
+        cos, sin = (angle.unsqueeze(1).chunk(2, -1)[0] for angle in position_embeddings)
+        query, key = rotate(turning, Angles(cos, sin)).chunk(2, dim=1)
+        attended = attend(query, key, value, rows, causal=False, scale=None)
+        return self.proj(attended.reshape(num_patches, -1))
 
 
 def look(tower: Qwen3VLVisionModel, pixel_values: Tensor, grid_thw: Tensor) -> ImageFeatures:
@@ -89,11 +106,3 @@ def _plan(
         "max_seqlen": rows.max_seqlen_q,
         "rows": rows,
     }
-
-
-def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, rows: Rows, **_: Any
-) -> tuple[Tensor, None]:
-    """transformers' calling convention: [1, h, P, d] each -> [1, P, h, d]; every frame attends to itself."""
-    query, key, value = (heads.squeeze(0).transpose(0, 1) for heads in (query, key, value))
-    return attend(query, key, value, rows, causal=False, scale=None).unsqueeze(0), None
