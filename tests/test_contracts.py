@@ -1,4 +1,4 @@
-"""The import rules of pyproject.toml hold, and each of them notices what it forbids."""
+"""Each import rule of pyproject.toml notices what it forbids; `make imports` tells whether they hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-LINT = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+LINT = """
+import sys
+sys.path.insert(0, "src")
+from importlinter.cli import lint_imports
+sys.exit(lint_imports())
+"""
 
 
 def broken_rules(folder: Path) -> list[str]:
@@ -41,7 +46,3 @@ def test_a_forbidden_import_breaks_its_rule_alone(tmp_path: Path, file: str, lin
         source.write(f"\n{line}\n")
     (broken,) = broken_rules(tmp_path)
     assert broken.startswith(rule)
-
-
-def test_the_code_breaks_no_rule() -> None:
-    assert broken_rules(ROOT) == []

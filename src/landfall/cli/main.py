@@ -16,6 +16,7 @@ from landfall.errors import LandfallError, UsageError
 COMMANDS = {
     "sft": "fine-tune Qwen3-VL; takes the flags of ms-swift's megatron sft",
     "verify": "read a checkpoint and say whether every byte is what was saved",
+    "repro": "the reported failure, stock and landfall side by side: saves on a full GPU",
     "demo": "a complete run on this machine: a tiny model, real handwritten digits",
 }
 """Each is a module of this package with ``main(argv) -> int``; imported only when it is called."""

@@ -15,7 +15,7 @@ NUM_LAYERS = 8
 WIDTH = 1024
 NUM_ROWS = NUM_LAYERS * WIDTH
 NUM_STEPS = 4
-LR = 0.5
+LR = 200.0
 MOMENTUM = 0.9
 NUM_BYTES = 2 * NUM_ROWS * WIDTH * 4
 """What a checkpoint holds on any number of ranks that divides the rows."""

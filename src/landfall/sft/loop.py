@@ -85,7 +85,7 @@ def _save(run: Run, is_last: bool) -> None:
         run.report.say(f"NOT SAVED at step {step}; training goes on and saves again at the next interval.\n{error}")
         return
     seconds = time.monotonic() - started
-    run.report.say(f"saved {folder}: {manifest.num_bytes:,} bytes in {seconds:.2f} s, verified by digest on load")
+    run.report.say(f"saved {folder}: {manifest.num_bytes:,} bytes in {seconds:.2f} s")
 
 
 def _values(result: StepResult, run: Run) -> dict[str, float]:

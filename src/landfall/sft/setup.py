@@ -81,12 +81,13 @@ def prepare_run(resolved: Resolved, model_folder: Path, runtime: Runtime) -> Run
     data = _prepare_data(config, model_folder, together)
     with together.step("model"):
         start = _start_position(config, data, runtime)
-        num_steps = _count_steps(config, start, runtime)
+        num_steps = _count_steps(config, start)
         trained, ddp = _build(config, model_folder, num_steps)
     position = start
     if config.load is not None:
         with together.step("load"):
             position = _resume(Path(config.load), trained, config, runtime, start)
+            num_steps = _count_steps(config, position)
     folder = _make_run_folder(config, runtime, together)
     model_files = _read_model_files(model_folder, resolved) if runtime.rank == 0 else {}
     with together.step("rehearsal"):
@@ -139,13 +140,11 @@ def _start_position(config: SftConfig, data: Prepared, runtime: Runtime) -> Posi
     return Position(0, num_rows, rows, config.global_batch_size, config.seed)
 
 
-def _count_steps(config: SftConfig, start: Position, runtime: Runtime) -> int:
+def _count_steps(config: SftConfig, start: Position) -> int:
     if config.max_epochs is None:
         assert config.train_iters is not None
         return config.train_iters
-    return train_iters(
-        start.num_rows, config.micro_batch_size, runtime.dp_size, config.global_batch_size, config.max_epochs
-    )
+    return train_iters(start.epoch_rows, config.global_batch_size, config.max_epochs)
 
 
 def _build(config: SftConfig, model_folder: Path, num_steps: int) -> tuple[Trained, torch.nn.Module]:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from landfall.errors import UsageError
-from landfall.sft.data.sampler import Stream, epoch_rows, train_iters
+from landfall.sft.data.sampler import Stream, check_batch_sizes, epoch_rows, train_iters
 
 
 @given(
@@ -59,7 +59,7 @@ def test_epochs_are_shuffled_anew_and_by_the_seed() -> None:
 
 @pytest.mark.case("b08")
 def test_stream_resumed_at_the_end_of_an_epoch_goes_on_like_the_uninterrupted_one() -> None:
-    assert train_iters(8, micro_batch_size=2, dp_size=2, global_batch_size=4, epochs=3) == 6
+    assert train_iters(8, global_batch_size=4, epochs=3) == 6
     uninterrupted = Stream(8, 8, 4, 42)
     whole = [uninterrupted.rows(step) for step in range(6)]
     resumed = Stream(8, 8, 4, 42)
@@ -75,26 +75,25 @@ def test_step_is_the_same_in_whatever_order_steps_are_asked_for() -> None:
 
 def test_last_rows_that_fill_no_batch_are_left_out() -> None:
     assert epoch_rows(23, micro_batch_size=2, dp_size=4) == 16
-    assert train_iters(23, micro_batch_size=2, dp_size=4, global_batch_size=16, epochs=3) == 3
-    assert train_iters(23, micro_batch_size=2, dp_size=4, global_batch_size=32, epochs=3) == 1
+    assert train_iters(16, global_batch_size=16, epochs=3) == 3
+    assert train_iters(16, global_batch_size=32, epochs=3) == 1
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "micro_batch_size", "dp_size", "global_batch_size", "epochs", "message"),
-    [
-        (7, 2, 4, 8, 1, "fewer training rows than one micro batch"),
-        (8, 2, 4, 16, 1, "too few training rows for a single step"),
-        (8, 2, 4, 16, 0, "too few training rows for a single step"),
-        (100, 2, 4, 12, 1, "must be a multiple of micro_batch_size"),
-        (100, 2, 4, 0, 1, "must be a multiple of micro_batch_size"),
-        (100, 0, 4, 8, 1, "must be a multiple of micro_batch_size"),
-    ],
-)
-def test_sizes_that_do_not_go_together_are_refused(
-    num_rows: int, micro_batch_size: int, dp_size: int, global_batch_size: int, epochs: int, message: str
-) -> None:
-    with pytest.raises(UsageError, match=message):
-        train_iters(num_rows, micro_batch_size, dp_size, global_batch_size, epochs)
+def test_fewer_rows_than_one_micro_batch_on_every_rank_are_refused() -> None:
+    with pytest.raises(UsageError, match="fewer training rows than one micro batch"):
+        epoch_rows(7, micro_batch_size=2, dp_size=4)
+
+
+@pytest.mark.parametrize("epochs", [0, 1])
+def test_fewer_rows_than_one_step_takes_are_refused(epochs: int) -> None:
+    with pytest.raises(UsageError, match="too few training rows for a single step"):
+        train_iters(8, global_batch_size=16, epochs=epochs)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "global_batch_size"), [(2, 12), (2, 0), (0, 8)])
+def test_batch_sizes_that_do_not_go_together_are_refused(micro_batch_size: int, global_batch_size: int) -> None:
+    with pytest.raises(UsageError, match="must be a multiple of micro_batch_size"):
+        check_batch_sizes(micro_batch_size, 4, global_batch_size)
 
 
 @pytest.mark.parametrize("sizes", [(4, 5, 2), (4, 0, 2), (0, 0, 2), (4, 4, 0)])

@@ -21,12 +21,9 @@ def epoch_rows(num_rows: int, micro_batch_size: int, dp_size: int) -> int:
     return rows
 
 
-def train_iters(
-    num_rows: int, micro_batch_size: int, dp_size: int, global_batch_size: int, epochs: int
-) -> int:
+def train_iters(epoch_rows: int, global_batch_size: int, epochs: int) -> int:
     """Steps of ``epochs`` epochs. What is left after the last whole global batch is not trained on."""
-    check_batch_sizes(micro_batch_size, dp_size, global_batch_size)
-    total = epoch_rows(num_rows, micro_batch_size, dp_size) * epochs
+    total = epoch_rows * epochs
     if total < global_batch_size:
         raise UsageError(
             "There are too few training rows for a single step",
