@@ -27,9 +27,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         picture(folder / "data" / "images" / f"{number}.png", 64, seed=number)
         answer = f"This is {number}, and it is written by hand." if number % 3 == 0 else str(number)
         rows.append(row("<image>Which digit is this?", answer, f"images/{number}.png"))
-    return World(
-        folder / "model", write_rows(folder / "data" / "train.jsonl", rows), folder / "cache"
-    )
+    return World(folder / "model", write_rows(folder / "data" / "train.jsonl", rows), folder / "cache")
 
 
 @pytest.fixture

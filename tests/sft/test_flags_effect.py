@@ -61,7 +61,7 @@ def plain(world: World, tmp_path_factory: pytest.TempPathFactory) -> Sft:
     """36 rows, 4 steps, under the names of 3.x."""
     save = tmp_path_factory.mktemp("plain")
     intervals = {"save_interval": 3, "eval_interval": 2}
-    return run_sft(world, save, split_dataset_ratio=0.25, max_epochs=1, **intervals, **SCHEDULE).ok
+    return run_sft(world, save, split_dataset_ratio=0.25, max_epochs=1, **intervals, **SCHEDULE)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def renamed(world: World, plain: Sft, tmp_path_factory: pytest.TempPathFactory) 
         **new,
         **light,
         **SCHEDULE,
-    ).ok
+    )
 
 
 def test_epochs_and_batch_size_decide_the_number_of_steps(plain: Sft) -> None:
@@ -149,13 +149,13 @@ def test_without_optimizer_and_random_state_weights_are_saved_once(plain: Sft, r
 
 def test_cache_is_used_only_when_asked_for(renamed: Sft, sft: Train) -> None:
     assert "Reading train.jsonl" not in renamed.outputs[0]
-    assert "Reading train.jsonl" in sft(train_iters=1).ok.outputs[0]  # of the same rows, which are there
+    assert "Reading train.jsonl" in sft(train_iters=1).outputs[0]  # of the same rows, which are there
 
 
 @pytest.mark.parametrize("part", ["llm", "vit", "aligner"])
 def test_frozen_part_stays_as_it_is_and_out_of_the_optimizer(part: str, world: World, sft: Train) -> None:
     freeze = {f"freeze_{name}": name == part for name in ("llm", "vit", "aligner")}
-    checkpoint = sft(train_iters=1, **freeze).ok.checkpoint(1)
+    checkpoint = sft(train_iters=1, **freeze).checkpoint(1)
 
     before, after = exported(world.model), exported(checkpoint)
     changed = {part_of(_own(name)) for name, t in after.items() if not torch.equal(t, before[name].float())}
@@ -171,7 +171,7 @@ def _own(name: str) -> str:
 
 
 def test_without_safetensors_weights_are_in_the_megatron_files(sft: Train) -> None:
-    run = sft(train_iters=1, save_safetensors=False, no_save_optim=True).ok
+    run = sft(train_iters=1, save_safetensors=False, no_save_optim=True)
     assert list(run.checkpoint(1).rglob("*.safetensors")) == []
     names = saved_tensors(run.checkpoint(1)).keys()
     assert "language_model.embedding.word_embeddings.weight" in names
@@ -179,7 +179,7 @@ def test_without_safetensors_weights_are_in_the_megatron_files(sft: Train) -> No
 
 
 def test_bf16_computes_in_it_and_keeps_main_parameters_in_float32(plain: Sft, sft: Train) -> None:
-    run = sft(train_iters=4, split_dataset_ratio=0.25, bf16=True, **SCHEDULE).ok
+    run = sft(train_iters=4, split_dataset_ratio=0.25, bf16=True, **SCHEDULE)
     assert {t.dtype for t in exported(run.checkpoint(4)).values()} == {torch.bfloat16}
     main = saved_tensors(run.checkpoint(4), "optimizer.state.")
     assert {t.dtype for t in main.values()} == {torch.float32}
@@ -190,7 +190,7 @@ def test_bf16_computes_in_it_and_keeps_main_parameters_in_float32(plain: Sft, sf
 
 @pytest.mark.parametrize("limit", [0.0, 0.5])
 def test_gradients_are_clipped_to_the_limit(limit: float, sft: Train) -> None:
-    run = sft(train_iters=1, clip_grad=limit).ok
+    run = sft(train_iters=1, clip_grad=limit)
     unclipped = run.values("grad_norm")[1]
     assert unclipped > 1
     means = saved_tensors(run.checkpoint(1), "optimizer.state.exp_avg.")
@@ -225,7 +225,7 @@ def wide(world: World, large: Path, tmp_path_factory: pytest.TempPathFactory) ->
     def train(**flags: object) -> Sft:
         given = {"micro_batch_size": 8, "train_iters": 2, "save_safetensors": False, **flags}
         save = tmp_path_factory.mktemp("wide")
-        return run_sft(world, save, dataset=large, entry=as_watched_rank, **given).ok
+        return run_sft(world, save, dataset=large, entry=as_watched_rank, **given)
 
     return train
 
@@ -254,14 +254,14 @@ def test_fused_loss_is_the_same(wide: Train, kept: Sft) -> None:
 @pytest.mark.case("f01")
 def test_images_are_bounded_and_long_rows_left_out_by_line(large: Path, kept: Sft, sft: Train) -> None:
     assert num_rows_and_tokens(kept) == (16, 64 + 21 + 80)
-    bounded = sft(dataset=large, train_iters=1, env={"IMAGE_MAX_TOKEN_NUM": "16"}, max_length=40).ok
+    bounded = sft(dataset=large, train_iters=1, env={"IMAGE_MAX_TOKEN_NUM": "16"}, max_length=40)
     assert num_rows_and_tokens(bounded) == (15, 16 + 22)
     assert f"{large}:3: {16 + 21 + 80} tokens, max_length 40" in bounded.outputs[0]
 
 
 @pytest.mark.case("f01")
 def test_long_row_is_cut_beside_its_image_never_inside(large: Path, sft: Train) -> None:
-    cut = sft(dataset=large, train_iters=1, max_length=100, truncation_strategy="left").ok
+    cut = sft(dataset=large, train_iters=1, max_length=100, truncation_strategy="left")
     num_rows, longest = num_rows_and_tokens(cut)
     assert num_rows == 16 and longest == 64 + 22 or 80 < longest <= 100
     assert "1 overlong rows shortened" in cut.outputs[0]
@@ -271,7 +271,7 @@ def test_long_row_is_cut_beside_its_image_never_inside(large: Path, sft: Train) 
 def test_rows_are_prepared_by_as_many_processes_as_asked_for(tmp_path: Path, sft: Train) -> None:
     rows = write_rows(tmp_path / "text.jsonl", [row(f"{number}?", str(number)) for number in range(513)])
     cache = tmp_path / "cache"
-    sft(dataset=rows, dataset_num_proc=3, train_iters=1, env={"LANDFALL_CACHE": str(cache)}).ok
+    sft(dataset=rows, dataset_num_proc=3, train_iters=1, env={"LANDFALL_CACHE": str(cache)})
     assert len(list(cache.rglob("*_of_00003.arrow"))) == 3
 
 

@@ -62,12 +62,6 @@ class Sft:
     save: Path
 
     @property
-    def ok(self) -> Sft:
-        """The same, after a check that the run ended well."""
-        assert set(self.exit_codes) == {0}, f"exit codes {self.exit_codes}\n" + "\n".join(self.outputs)
-        return self
-
-    @property
     def folder(self) -> Path:
         """The newest run folder."""
         runs = list(self.save.glob("v*-*"))
@@ -135,11 +129,15 @@ def start_sft(
     return start_ranks(entry or as_rank, ranks, flags(world, out, given), backend_env=environment)
 
 
-def run_sft(world: World, out: Path, ranks: int = 1, timeout_s: float = 120.0, **given: Any) -> Sft:
+def run_sft(
+    world: World, out: Path, ranks: int = 1, timeout_s: float = 120.0, ends_well: bool = True, **given: Any
+) -> Sft:
     """The trainer from start to end. ``given`` are flags, and what :func:`start_sft` takes."""
     with start_sft(world, out, ranks, **given) as started:
         codes = started.exit_codes(timeout_s)
-        return Sft(codes, [started.output(rank) for rank in range(ranks)], out)
+        outputs = [started.output(rank) for rank in range(ranks)]
+    assert not ends_well or set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(outputs)
+    return Sft(codes, outputs, out)
 
 
 def wait_for(condition: Callable[[], _T], timeout_s: float = 60.0) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from landfall.demo.prepare import prepare
 from landfall.testing import tripwire
 from landfall.testing.procs import run_ranks
 from tests.testing.stock_save import restored_ok, stock_save
@@ -260,20 +262,46 @@ def test_stock_megatron_dies_where_the_report_says(tmp_path: Path) -> None:
     assert not (tmp_path / ".metadata").exists()
 
 
-def torchrun(mode: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    behind = ["-m", "landfall.testing.tripwire", "--mode", mode]
-    behind += ["--around", "megatron.core.dist_checkpointing.serialization:save"]
-    program = ["-m", "tests.testing.stock_save", str(folder)]
+def torchrun(mode: str, around: list[str], program: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "landfall.testing.tripwire", "--mode", mode]
+    command += [f"--around={place}" for place in around]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        launcher + behind + program, env=environment, capture_output=True, text=True, timeout=120
+        [*command, "-m", *program], env=environment, capture_output=True, text=True, timeout=240
     )
 
 
 @pytest.mark.slow
-def test_a_program_runs_behind_the_tripwire_without_knowing_it(tmp_path: Path) -> None:
-    finished = torchrun("nccl", tmp_path)
+def test_a_stock_program_dies_behind_the_tripwire_without_knowing_it(tmp_path: Path) -> None:
+    stock = ["megatron.core.dist_checkpointing.serialization:save"]
+    finished = torchrun("nccl", stock, ["tests.testing.stock_save", str(tmp_path)])
     assert finished.returncode == 1
     assert ERROR in finished.stderr and "in save_state_dict_async_plan" in finished.stderr
     assert "saved" not in finished.stdout
+
+
+@pytest.mark.slow
+def test_sft_saves_and_resumes_without_a_collective(tmp_path: Path) -> None:
+    prepare(tmp_path, 2)
+    around = [f"landfall.sft.checkpoint:{name}" for name in ("save_checkpoint", "load_checkpoint")]
+    around += ["landfall.engine.save:save", "landfall.engine.load:load"]
+    program = ["landfall.sft.worker", f"--model={tmp_path / 'model'}", "--model_type=qwen3_vl"]
+    program += ["--load_safetensors=true", "--save_safetensors=true", f"--save={tmp_path / 'out'}"]
+    program += [
+        f"--dataset={tmp_path / 'data' / 'train.jsonl'}",
+        "--split_dataset_ratio=0",
+        "--num_workers=0",
+    ]
+    program += ["--micro_batch_size=2", "--global_batch_size=4", "--save_interval=2", "--add_version=false"]
+
+    trained = torchrun("strict", around, [*program, "--finetune=true", "--train_iters=2"])
+    assert trained.returncode == 0, trained.stderr[-4000:]
+    resume = ["--finetune=false", "--train_iters=4", f"--load={tmp_path / 'out' / 'checkpoint-2'}"]
+    resumed = torchrun("strict", around, [*program, *resume])
+    assert resumed.returncode == 0, resumed.stderr[-4000:]
+
+    assert (tmp_path / "out" / "checkpoint-4" / "landfall.json").exists()
+    reports = re.findall("tripwire: (.*) behind strict: (.*)", trained.stderr + resumed.stderr)
+    assert {place for place, _ in reports} == set(around)
+    assert {made for _, made in reports} == {"no collective call"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ _PATTERNS = ("", "checkpoint-*", "v*/checkpoint-*", "iter_*")
 
 @dataclass(frozen=True)
 class Found:
-    """The folder of a checkpoint that verifies, and what newer ones were skipped for which reason."""
+    """The folder of a checkpoint that verifies, and which newer ones were skipped for which reason: damaged,
+    or never committed."""
 
     folder: Path
     step: int
@@ -37,6 +39,7 @@ def newest(path: str | os.PathLike[str]) -> Found:
     for folder in _newest_first(named, skipped):
         report = verify(folder)
         if report.ok:
+            skipped += _unfinished(named, report.step)
             return Found(folder, report.step, report.save_id, skipped)
         skipped.append(f"{folder}: {report.faults[0]}")
         if folder == named:
@@ -73,3 +76,18 @@ def _newest_first(path: Path, skipped: list[str]) -> Iterator[Path]:
             break
     for _, _, folder in sorted(found, reverse=True):
         yield folder
+
+
+def _unfinished(path: Path, step: int) -> list[str]:
+    """The folders of later steps in which no save was committed."""
+    folders = {folder for pattern in _PATTERNS[1:] for folder in path.glob(pattern) if folder.is_dir()}
+    return [
+        f"{folder}: no save was committed there"
+        for folder in sorted(folders)
+        if not (folder / NAME).exists() and _step_of(folder) > step
+    ]
+
+
+def _step_of(folder: Path) -> int:
+    number = re.search(r"\d+$", folder.name)
+    return int(number.group()) if number else -1

@@ -33,23 +33,34 @@ class LinesView:
     """For a file, a pipe, a log: a line for each step that has ended."""
 
     def __init__(self, console: Console, num_ranks: int, *, on_gpu: bool) -> None:
-        self._console, self._on_gpu = console, on_gpu
-        self._started, self._count, self._total = time.monotonic(), 0, 0
+        self._console, self._num_ranks, self._on_gpu = console, num_ranks, on_gpu
+        self._count = self._total = self._num_races = self._races_done = 0
+        self._started = time.monotonic()
 
     def begin(self, launches: Sequence[Launch]) -> None:
-        self._total = sum(len(launch.steps) for launch in launches)
+        steps = [step for launch in launches for step in launch.steps]
+        self._total = sum(not step.repeat for step in steps)
+        self._num_races = len(steps) - self._total
+        self._say(f"{len(launches)} times {self._num_ranks} fresh ranks, which train a little first")
 
     def phase(self, step: Step, phase: str, num_ranks: int) -> None:
         pass
 
     def result(self, result: Result) -> None:
+        if result.step.repeat:
+            self._races_done += 1
+            if self._races_done == self._num_races:
+                self._say(f"{self._num_races} repeated saves, for their times")
+            return
         self._count += 1
-        step = result.step
-        who = writer_title(step.writer, on_gpu=self._on_gpu)
-        what = step_title(step, on_gpu=self._on_gpu) + (f", time {step.repeat}" if step.repeat else "")
-        number = f"[{self._count:>2}/{self._total}] {time.monotonic() - self._started:5.1f} s"
+        who = writer_title(result.step.writer, on_gpu=self._on_gpu)
+        what = step_title(result.step, on_gpu=self._on_gpu)
         seconds = f" ({result.seconds:.2f} s)" if result.ok or result.first_failure else ""
-        self._console.print(f"{number}  {who:16}  {what:24}  {verdict(result)}{seconds}", markup=False, soft_wrap=True)
+        self._say(f"{self._count:>2}/{self._total}  {who:16}  {what:20}  {verdict(result)}{seconds}")
+
+    def _say(self, text: str) -> None:
+        elapsed = time.monotonic() - self._started
+        self._console.print(f"{elapsed:5.1f} s  {text}", markup=False, soft_wrap=True)
 
     def __enter__(self) -> LinesView:
         return self

@@ -16,6 +16,7 @@ from landfall.repro.words import (
     cause,
     facts,
     free_line,
+    labels,
     machine,
     race_lines,
     step_title,
@@ -50,9 +51,8 @@ def to_markdown(outcome: Outcome, command: str) -> str:
     lines += [f"- landfall {__version__}; {training(outcome)}"]
     lines += [f"- {line}" for line in (free_line(outcome), "" if outcome.on_gpu else TRIPWIRE) if line]
     lines += ["", *_table(outcome), ""]
-    if outcome.races:
-        lines += ["Repeated saves, in turn in the same processes:", ""]
-        lines += [f"- {line}" for line in race_lines(outcome)] + [""]
+    if race := race_lines(outcome):
+        lines += [race[0], "", *(f"- {line}" for line in race[1:]), ""]
     lines += ["## Why", "", *(f"{number}. {line}" for number, line in enumerate(cause(outcome), start=1)), ""]
     lines += ["## Checks", ""]
     lines += [f"- {'yes' if c.holds else '**NO**'}: {c.claim}{f' ({c.seen})' if c.seen else ''}" for c in outcome.checks]
@@ -76,7 +76,7 @@ def _block(results: list[Result], on_gpu: bool) -> list[str]:
     title = step_title(results[0].step, on_gpu=on_gpu)
     lines = [_row([f"**{title}**", *(f"**{verdict(result)}**" for result in results)])]
     rows = [facts(result, on_gpu=on_gpu) for result in results]
-    for label in dict.fromkeys(label for row in rows for label in row):
+    for label in labels(rows):
         lines.append(_row([label, *(row.get(label, "") for row in rows)]))
     return lines
 

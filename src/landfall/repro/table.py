@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
+
 from rich import box
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +16,7 @@ from landfall.repro.words import (
     cause,
     facts,
     free_line,
+    labels,
     machine,
     race_lines,
     step_title,
@@ -29,26 +31,32 @@ def show(outcome: Outcome, console: Console) -> None:
     """Print everything, the side-by-side table first and the verdict last."""
     console.print()
     for line in (machine(outcome), training(outcome), free_line(outcome)):
-        if line:
-            console.print(line, markup=False)
+        _tell(console, line)
     if not outcome.on_gpu:
-        console.print(TRIPWIRE, style="yellow", markup=False)
+        _tell(console, TRIPWIRE, style="yellow")
     console.print(side_by_side(outcome))
-    if outcome.races:
-        console.print("Repeated saves, in turn in the same processes:", style="bold")
-        for line in race_lines(outcome):
-            console.print(f"  {line}", markup=False)
-        console.print()
+    for number, line in enumerate(race_lines(outcome)):
+        _tell(console, line, style="" if number else "bold", indent=2 * bool(number))
     _show_trouble(outcome, console)
-    console.print("Why", style="bold")
+    console.print("\nWhy", style="bold")
     for number, line in enumerate(cause(outcome), start=1):
-        console.print(Padding(Text(f"{number}. {line}"), (0, 0, 0, 2)))
+        _tell(console, f"{number}. {line}", indent=2, hang=3)
     console.print()
     for check in outcome.checks:
-        sign = Text("  yes  ", style="green") if check.holds else Text("  NO   ", style="bold red")
-        console.print(sign + Text(check.claim + (f": {check.seen}" if check.seen else ""), style="default"))
+        told = check.claim + (f": {check.seen}" if check.seen else "")
+        sign, style = ("yes", "green") if check.holds else ("NO ", "bold red")
+        _tell(console, f"{sign}  {told}", indent=2, hang=5, style=style)
     console.print()
-    console.print(final_line(outcome), style="bold green" if outcome.ok else "bold red", markup=False)
+    _tell(console, final_line(outcome), style="bold green" if outcome.ok else "bold red")
+
+
+def _tell(console: Console, line: str, *, style: str = "", indent: int = 0, hang: int = 0) -> None:
+    """A paragraph, broken at words; nothing for an empty one."""
+    margin = " " * indent
+    for row in textwrap.wrap(
+        line, console.width - 1, initial_indent=margin, subsequent_indent=margin + " " * hang
+    ):
+        console.print(row, style=style or None, markup=False, soft_wrap=True)
 
 
 def final_line(outcome: Outcome) -> str:
@@ -84,10 +92,9 @@ def _add_block(table: Table, results: list[Result], on_gpu: bool) -> None:
     title = step_title(results[0].step, on_gpu=on_gpu)
     table.add_row(Text(title, style="bold"), *(verdict_text(result) for result in results))
     rows = [facts(result, on_gpu=on_gpu) for result in results]
-    labels = list(dict.fromkeys(label for row in rows for label in row))
-    for label in labels:
-        last = label == labels[-1]
-        table.add_row(Text(f"  {label}", style="dim"), *(row.get(label, "") for row in rows), end_section=last)
+    for label in labels(rows):
+        table.add_row(Text(f"  {label}", style="dim"), *(row.get(label, "") for row in rows))
+    table.add_section()
 
 
 def verdict_text(result: Result) -> Text:
@@ -96,11 +103,11 @@ def verdict_text(result: Result) -> Text:
 
 
 def _show_trouble(outcome: Outcome, console: Console) -> None:
+    """Places are not broken into lines, so that they can be copied."""
     for result in outcome.results:
-        lines = trouble(result)
-        if lines:
+        if lines := trouble(result):
             who = writer_title(result.step.writer, on_gpu=outcome.on_gpu, about=outcome.about)
-            console.print(f"{who}: {step_title(result.step, on_gpu=outcome.on_gpu)}", style="bold", markup=False)
+            title = f"\n{who}: {step_title(result.step, on_gpu=outcome.on_gpu)}"
+            console.print(title, style="bold", markup=False, soft_wrap=True)
             for line in lines:
-                console.print(Padding(Text(line), (0, 0, 0, 2)))
-            console.print()
+                console.print(f"  {line}", markup=False, soft_wrap=True)

@@ -46,7 +46,7 @@ def _of_stock(
     name = f"megatron-core {about.megatron_core}"
     roomy, full = by_step["stock", "roomy", "save"], by_step["stock", "full", "save"]
     first = full.first_failure
-    seen = "it did not fail" if first is None else f"{first[1].kind} in {collective_of(first[1])}"
+    seen = describe_end(full) if first is None else f"{first[1].kind} in {_place(first[1])}"
     failed = [attempt.failure for attempt in full.attempts if attempt.ended == "failed" and attempt.failure]
     expected = any(is_as_reported(failure, about.megatron_core, on_gpu=on_gpu) for failure in failed)
     with_room, without = ("while the GPU has room", "on the full GPU") if on_gpu else _TRIPWIRE
@@ -54,6 +54,13 @@ def _of_stock(
         Check(f"stock {name} saves {with_room}", roomy.ok, "" if roomy.ok else describe_end(roomy)),
         Check(f"stock {name} fails {without}, in the reported place", expected, seen),
     ]
+
+
+def _place(failure: Failure) -> str:
+    """megatron-core's function and the collective that it called."""
+    inside = collective_of(failure)
+    callers = [frame.function for frame in failure.frames if "megatron/core/" in frame.file]
+    return f"{callers[-1]} > {inside}" if callers and callers[-1] != inside else inside
 
 
 _TRIPWIRE = ("while the tripwire is not armed", "behind the armed tripwire")
@@ -65,13 +72,11 @@ def is_as_reported(failure: Failure, megatron_core: str, *, on_gpu: bool) -> boo
     Up to 0.16 on a GPU it may come a step earlier than reported, where objects become CUDA tensors.
     """
     functions = failure.functions
-    in_gather = "gather_object" in functions and "save_state_dict_async_plan" in functions
     is_nccl = "NCCL" in failure.message and "cuda error" in failure.message.lower()
     if on_gpu and _version(megatron_core) < (0, 17):
-        early = "determine_global_metadata" in functions or "all_gather_object" in functions
-        out_of_memory = failure.kind == "OutOfMemoryError"
-        return (early and (out_of_memory or is_nccl)) or ("gather_object" in functions and (is_nccl or out_of_memory))
-    return in_gather and is_nccl
+        places = {"determine_global_metadata", "all_gather_object", "gather_object"}
+        return bool(places & set(functions)) and (is_nccl or failure.kind == "OutOfMemoryError")
+    return {"save_state_dict_async_plan", "gather_object"} <= set(functions) and is_nccl
 
 
 def describe_end(result: Result) -> str:

@@ -8,6 +8,9 @@ from landfall.repro.verdict import collective_of
 
 MIB = 1 << 20
 NUM_FRAMES = 9
+MEMORY = ("GPU memory, for good", "of it torch's", "torch's peak")
+"""What the driver gave out and did not get back; the part that torch's allocator holds; the most that it handed
+out in between on one rank."""
 
 
 def writer_title(writer: str, *, on_gpu: bool, about: About | None = None) -> str:
@@ -42,21 +45,28 @@ def verdict(result: Result) -> str:
 
 
 def facts(result: Result, *, on_gpu: bool) -> dict[str, str]:
-    """The rows below the verdict: label and cell."""
-    found = {"seconds": f"{result.seconds:.2f}"} if result.ok or result.first_failure else {}
-    if result.step.action == "load" and (intact := [attempt.intact for attempt in result.attempts if attempt.intact is not None]):
-        found["bit for bit"] = "yes" if all(intact) else "NO"
-    if on_gpu and result.driver_bytes is not None and result.reserved_bytes is not None:
-        found["GPU memory, for good"] = _mib(result.driver_bytes)
-        found["of it torch's"] = _mib(result.reserved_bytes)
-    if on_gpu and result.peak_bytes is not None:
-        found["torch's peak"] = _mib(result.peak_bytes)
-    calls = result.collectives
-    if calls is not None and (result.ok or result.first_failure):
-        found["NCCL calls a rank" if on_gpu else "collectives a rank"] = str(sum(calls.values()))
+    """The rows below the verdict: cells by label. What was not measured is left out."""
+    found: dict[str, str] = {}
+    if result.ok or result.first_failure:
+        found["seconds"] = f"{result.seconds:.2f}"
+    if seen := [attempt.intact for attempt in result.attempts if attempt.intact is not None]:
+        found["bit for bit"] = "yes" if all(seen) else "NO"
+    if on_gpu:
+        amounts = (result.driver_bytes, result.reserved_bytes, result.peak_bytes)
+        found |= {
+            label: _mib(amount) for label, amount in zip(MEMORY, amounts, strict=True) if amount is not None
+        }
+    if result.collectives is not None and (result.ok or result.first_failure):
+        found["NCCL calls" if on_gpu else "collectives"] = str(sum(result.collectives.values()))
     if not result.ok and (result.first_failure or result.ranks("hung")):
         found["ranks"] = _ranks(result)
     return found
+
+
+def labels(rows: list[dict[str, str]]) -> list[str]:
+    """The labels that any of ``rows`` has, in the order of a full one."""
+    order = ["seconds", "bit for bit", *MEMORY, "NCCL calls", "collectives", "ranks"]
+    return [label for label in order if any(label in row for row in rows)]
 
 
 def _ranks(result: Result) -> str:
@@ -99,9 +109,12 @@ def trouble(result: Result) -> list[str]:
 
 
 def telling(failure: Failure) -> list[Frame]:
-    """The last frames, without those of this package and of torch's wrappers."""
-    hidden = ("landfall/repro/", "torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py", "<frozen")
-    frames = [frame for frame in failure.frames if not frame.file.startswith(hidden)]
+    """The last frames, without those of this package and of decorators."""
+    frames = [
+        frame
+        for frame in failure.frames
+        if not frame.file.startswith("landfall/repro/") and frame.function not in ("wrapper", "inner_func")
+    ]
     return (frames or failure.frames)[-NUM_FRAMES:]
 
 
@@ -161,8 +174,11 @@ def cause(outcome: Outcome) -> list[str]:
 
 
 def race_lines(outcome: Outcome) -> list[str]:
-    """Smallest and median time of the repeated saves."""
-    lines = []
+    """A heading, and each writer's smallest and median time; nothing if there was no race."""
+    if not outcome.races:
+        return []
+    count, where = len(outcome.races[0].seconds), "GPU full" if outcome.on_gpu else "tripwire armed"
+    lines = [f"Time of {count} saves after a first one, in turn in the same processes, {where}:"]
     for race in outcome.races:
         times = sorted(race.seconds)
         title = writer_title(race.writer, on_gpu=outcome.on_gpu)

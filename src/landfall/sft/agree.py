@@ -29,14 +29,14 @@ class Together:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Leave the block with an error on every rank if any rank had one."""
-        trouble: LandfallError | None = None
+        """Leave the block with an error on every rank if any rank had one, whatever it was."""
+        trouble: Exception | None = None
         try:
             yield
-        except LandfallError as error:
+        except Exception as error:
             trouble = error
         self._num_steps += 1
-        mine = msgspec.msgpack.encode(None if trouble is None else _Trouble(trouble.exit_code, str(trouble)))
+        mine = msgspec.msgpack.encode(None if trouble is None else _as_message(trouble))
         answers = self._coordinator.exchange(f"together/{self._num_steps}/{name}", mine, self._deadline_s)
         if trouble is not None:
             raise trouble
@@ -59,3 +59,9 @@ class Together:
                 got="not what rank 0 has",
                 do="check that all nodes see the same files",
             )
+
+
+def _as_message(error: Exception) -> _Trouble:
+    if isinstance(error, LandfallError):
+        return _Trouble(error.exit_code, str(error))
+    return _Trouble(LandfallError.exit_code, f"{type(error).__name__}: {error}")

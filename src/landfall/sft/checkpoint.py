@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from landfall.engine.latest import newest
 from landfall.engine.load import load
 from landfall.engine.save import save
 from landfall.engine.stock import StockCheckpoint
-from landfall.errors import DamagedError, LandfallError, UsageError
+from landfall.errors import CheckpointError, DamagedError, LandfallError, UsageError
 from landfall.format import torch_dist
 from landfall.format.hf_folder import plan_export
 from landfall.format.manifest import Manifest
@@ -55,6 +57,17 @@ class Position(msgspec.Struct, frozen=True):
     epoch_rows: int
     global_batch_size: int
     seed: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What :func:`load_checkpoint` found; the same on every rank."""
+
+    place: str
+    position: Position | None
+    """Where to go on; None if training starts at step 0, because of ``finetune``."""
+    skipped: list[str]
+    """Newer checkpoints that can't be used, each with the reason."""
 
 
 def save_checkpoint(
@@ -121,14 +134,32 @@ def _common(trained: Trained, config: SftConfig, position: Position) -> dict[str
     return common
 
 
-def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Runtime) -> Position | None:
+def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Runtime) -> Loaded:
     """Continue from a checkpoint, every rank: weights, and unless ``finetune`` all that training had.
 
     ``path`` is a checkpoint-N folder, a run or save folder that holds them, or one of stock megatron-core.
-    Returns the position to continue at; None when training starts at step 0 (``finetune``, or weights
-    without optimizer).
+    Raises UsageError if it is not what this run can go on from, DamagedError if it can't be trusted.
     """
-    opened = _open(path, runtime)
+    opened, skipped = _open(path, runtime)
+    with _fitting():
+        position = _load(opened, trained, config, runtime)
+    return Loaded(opened.place, position, skipped)
+
+
+@contextlib.contextmanager
+def _fitting() -> Iterator[None]:
+    """What is whole but of another model is for the user to change: a UsageError."""
+    try:
+        yield
+    except DamagedError:
+        raise
+    except CheckpointError as error:
+        raise UsageError(str(error)) from error
+
+
+def _load(
+    opened: Checkpoint | StockCheckpoint, trained: Trained, config: SftConfig, runtime: Runtime
+) -> Position | None:
     description = describe.describe_model(trained.model)
     if isinstance(opened, Checkpoint) and TORCH_DIST not in opened.manifest.content["formats"]:
         exported = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
@@ -140,26 +171,34 @@ def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Ru
         return None
     common = load_object(_read_common(opened), opened.place)
     _check_resumable(common, opened, config)
-    if not config.no_load_optim:
+    position = _position(common, config)
+    if config.no_load_optim:  # the rate goes by the step, whatever state the optimizer has
+        trained.scheduler.step(increment=position.step * position.global_batch_size)
+    else:
         load(describe.optimizer_shards(trained.optimizer, description, to_save=False), opened, TORCH_DIST)
         describe.restore_optimizer_common(trained.optimizer, common["optimizer"])
         trained.scheduler.load_state_dict(common["opt_param_scheduler"])
     if not config.no_load_rng:
         _restore_rng(opened, runtime)
-    position = common.get("landfall")
-    if position is None:  # a stock checkpoint knows the iteration but not the data position
-        return Position(int(common["iteration"]), 0, 0, config.global_batch_size, config.seed)
-    return msgspec.convert(position, Position)
+    return position
+
+
+def _position(common: dict[str, Any], config: SftConfig) -> Position:
+    if "landfall" in common:
+        return msgspec.convert(common["landfall"], Position)
+    # a stock checkpoint knows the iteration but not the data position
+    return Position(int(common["iteration"]), 0, 0, config.global_batch_size, config.seed)
 
 
 def load_weights(folder: Path, model: torch.nn.Module, names: Qwen3VLNames) -> None:
-    """Fill a model from a Hugging Face folder; each rank reads what it holds."""
+    """Fill a model from a Hugging Face folder; each rank reads what it holds. UsageError if it is another's."""
     shards = describe.hugging_face_shards(model, names.pieces, (0,))
-    load(shards, HuggingFaceFolder(folder), SAFETENSORS)
+    with _fitting():
+        load(shards, HuggingFaceFolder(folder), SAFETENSORS)
 
 
-def _open(path: Path, runtime: Runtime) -> Checkpoint | StockCheckpoint:
-    """Rank 0 picks (and verifies) what is loaded, so that all ranks load the same."""
+def _open(path: Path, runtime: Runtime) -> tuple[Checkpoint | StockCheckpoint, list[str]]:
+    """Rank 0 picks (and verifies) what is loaded, so that all ranks load the same; and what it skipped."""
     choice: dict[str, Any] = {}
     if runtime.rank == 0:
         try:
@@ -174,7 +213,7 @@ def _open(path: Path, runtime: Runtime) -> Checkpoint | StockCheckpoint:
         raise kind(choice["error"])
     store = LocalStore(choice["folder"])
     if choice["stock"]:
-        return StockCheckpoint(store, choice["stock"])
+        return StockCheckpoint(store, choice["stock"]), []
     checkpoint = Checkpoint(store)
     if checkpoint.manifest.save_id != choice["save_id"]:
         raise DamagedError(
@@ -184,7 +223,7 @@ def _open(path: Path, runtime: Runtime) -> Checkpoint | StockCheckpoint:
             expected=choice["save_id"],
             do="load from a file system that is shared by all nodes",
         )
-    return checkpoint
+    return checkpoint, choice["skipped"]
 
 
 def _choose(path: Path) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from itertools import islice
 
 import msgspec
 
-from landfall.errors import LandfallError, SaveError
+from landfall.errors import LandfallError, SaveError, UsageError
 from landfall.sft import cpu, runtime
 from landfall.sft.checkpoint import save_checkpoint
 from landfall.sft.config import resolve
+from landfall.sft.data.batch import MicroBatch
 from landfall.sft.data.loader import eval_batches, micro_batches
 from landfall.sft.model.step import StepResult, evaluate, train_step
 from landfall.sft.model_folder import read_model_config, resolve_model
@@ -31,8 +32,13 @@ def train(argv: Sequence[str]) -> None:
     rank = runtime.start(resolved.config)
     with contextlib.closing(rank):
         run = prepare_run(resolved, model_folder, rank)
-        with contextlib.closing(run.report):
+        try:
             train_steps(run)
+        except UsageError as error:  # its exit code is for what was wrong before training
+            raise LandfallError(f"Training stopped after step {run.position.step}.\n{error}") from error
+        finally:
+            with _told_and_survived(run.report, "finishing the log"):
+                run.report.close()
     runtime.stop()
 
 
@@ -53,7 +59,7 @@ def train_steps(run: Run) -> None:
         result = train_step(run.ddp, run.trained.optimizer, run.trained.scheduler, batch)
         run.position = msgspec.structs.replace(run.position, step=step)
         with _told_and_survived(run.report, "writing the log"):
-            run.report.step(step, _values(result, run), result.num_tokens)
+            run.report.step(step, _values(result, run), result.num_input_tokens)
         is_last = step == run.num_steps
         if run.data.val is not None and (is_last or step % run.eval_interval == 0):
             with _told_and_survived(run.report, f"the evaluation after step {step}"):
@@ -63,14 +69,37 @@ def train_steps(run: Run) -> None:
 
 
 def _evaluate(run: Run, step: int) -> None:
+    """Every rank calls it. A rank that fails takes part with nothing, so that no other waits for it; rank 0
+    raises LandfallError with what it met."""
     rank, config = run.runtime, run.config
     assert run.data.val is not None
     batches = eval_batches(run.data.val, rank.dp_rank, rank.dp_size, config.micro_batch_size, num_workers=0)
-    loss_sum, num_tokens = 0.0, 0
+    failure, loss_sum, num_tokens = "", 0.0, 0
     for _ in range(run.num_eval_iters):
-        found = evaluate(run.ddp, [batch for few in islice(batches, config.num_micro_batches) for batch in few])
+        try:
+            found = evaluate(run.ddp, [] if failure else _next(batches, config.num_micro_batches))
+        except Exception as error:  # this rank's rows or memory
+            failure = str(error) if isinstance(error, LandfallError) else traceback.format_exc()
+            found = evaluate(run.ddp, [])
         loss_sum, num_tokens = loss_sum + found[0], num_tokens + found[1]
+    _raise_what_any_rank_met(run, step, failure)
     run.report.evaluation(step, loss_sum / max(num_tokens, 1), num_tokens)
+
+
+def _next(batches: Iterator[list[MicroBatch]], num_lists: int) -> list[MicroBatch]:
+    return [batch for few in islice(batches, num_lists) for batch in few]
+
+
+def _raise_what_any_rank_met(run: Run, step: int, failure: str) -> None:
+    """On rank 0: it speaks for all."""
+    rank = run.runtime
+    rank.coordinator.drop(f"evaluation/{step - run.eval_interval}")  # which rank 0 has read long since
+    rank.coordinator.post(f"evaluation/{step}", failure.encode())
+    if rank.rank == 0:
+        told = rank.coordinator.collect(f"evaluation/{step}", range(rank.world_size), rank.session.deadline_s)
+        failures = [f"rank {number}: {text.decode()}" for number, text in told.items() if text]
+        if failures:
+            raise LandfallError("\n".join(failures[:5]))
 
 
 def _save(run: Run, is_last: bool) -> None:
@@ -95,10 +124,10 @@ def _values(result: StepResult, run: Run) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _told_and_survived(report: Report, what: str) -> Iterator[None]:
-    """Whatever goes wrong inside is told, and training goes on to its next save."""
+    """Whatever goes wrong inside is told, and saves are made nevertheless."""
     try:
         yield
     except LandfallError as error:
-        report.say(f"FAILED: {what}; training goes on.\n{error}")
+        report.say(f"FAILED: {what}; saves are not affected.\n{error}")
     except Exception:
-        report.say(f"FAILED: {what}; training goes on.\n{traceback.format_exc()}")
+        report.say(f"FAILED: {what}; saves are not affected.\n{traceback.format_exc()}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -41,7 +42,7 @@ class Report:
             self._console.print(text, markup=False)
 
     def step(self, step: int, values: dict[str, float], num_tokens: int) -> None:
-        """One training step is done; ``step`` counts from 1."""
+        """One training step is done; ``step`` counts from 1, ``num_tokens`` are those of text and images."""
         if not self.is_on:
             return
         self._tokens += num_tokens
@@ -57,6 +58,7 @@ class Report:
             **values,
             "tokens_per_s": round(self._tokens / elapsed, 1),
             "train_speed(iter/s)": round(rate, 4),
+            "memory(GiB)": round(_peak_bytes() / 2**30, 3),
             "iteration": f"{step}/{self._num_steps}",
             "elapsed_time": _clock(time.monotonic() - self._started),
             "remaining_time": _clock((self._num_steps - step) / rate if rate else 0),
@@ -157,6 +159,15 @@ def _line(step: int, num_steps: int, entry: dict[str, Any]) -> str:
         f"grad norm {entry['grad_norm']:.3f}  {entry['tokens_per_s']:,.0f} tokens/s  "
         f"{entry['elapsed_time']} elapsed, {entry['remaining_time']} left"
     )
+
+
+def _peak_bytes() -> int:
+    """What torch has reserved on the device at most; on the CPU, this process's largest resident size."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _clock(seconds: float) -> str:

@@ -61,6 +61,7 @@ def start(config: SftConfig) -> Runtime:
         create_gloo_process_groups=False,
     )
     seed_all(config.seed)
+    use_every_group(device)
     coordinator = SoloCoordinator() if world_size == 1 else TCPStoreCoordinator.from_process_group()
     return Runtime(rank, world_size, device, Session(coordinator, Stager(device)))
 
@@ -70,6 +71,38 @@ def stop() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def use_every_group(device: torch.device) -> None:
+    """Run each kind of collective once in every group that training will use.
+
+    NCCL takes device memory for a communicator when it is first used, outside torch's allocator. Here there is
+    room for it, and if there is none, the run fails now and not at its first evaluation or its last save.
+    """
+    for group in _groups_of_this_rank():
+        size = dist.get_world_size(group)
+        whole, part = torch.zeros(size, device=device), torch.zeros(1, device=device)
+        dist.all_reduce(whole, group=group)
+        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _groups_of_this_rank() -> list[dist.ProcessGroup]:
+    """The world and parallel_state's groups with more than one rank, each once, in an order that is the same
+    on all members of a group."""
+    groups = [
+        dist.group.WORLD,
+        parallel_state.get_data_parallel_group(),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_pipeline_model_parallel_group(),
+        parallel_state.get_model_parallel_group(),
+        parallel_state.get_intra_distributed_optimizer_instance_group(),  # sums gradient norms
+    ]
+    return [group for group in dict.fromkeys(groups) if group is not None and dist.get_world_size(group) > 1]
 
 
 def seed_all(seed: int) -> None:

@@ -14,7 +14,7 @@ from landfall import __version__
 from landfall.errors import UsageError
 from landfall.models.qwen3_vl import Qwen3VLNames, padded_vocab_size
 from landfall.sft.agree import Together
-from landfall.sft.checkpoint import Position, Trained, load_checkpoint, load_weights
+from landfall.sft.checkpoint import Loaded, Position, Trained, load_checkpoint, load_weights
 from landfall.sft.config import Resolved, SftConfig
 from landfall.sft.data.dataset import DataConfig, Prepared, prepare
 from landfall.sft.data.processor import Processor
@@ -83,20 +83,25 @@ def prepare_run(resolved: Resolved, model_folder: Path, runtime: Runtime) -> Run
         start = _start_position(config, data, runtime)
         num_steps = _count_steps(config, start)
         trained, ddp = _build(config, model_folder, num_steps)
-    position = start
+    position, loaded = start, None
     if config.load is not None:
         with together.step("load"):
-            position = _resume(Path(config.load), trained, config, runtime, start)
+            loaded = load_checkpoint(Path(config.load), trained, config, runtime)
+            position = _resume(loaded, start)
             num_steps = _count_steps(config, position)
     folder = _make_run_folder(config, runtime, together)
     model_files = _read_model_files(model_folder, resolved) if runtime.rank == 0 else {}
-    with together.step("rehearsal"):
-        rehearse(folder, trained, config, runtime)
-    if runtime.rank == 0:
-        forget_rehearsal(folder)
-        _write_run_files(folder, data, model_files)
-    report = Report(config, folder, num_steps, position.step, runtime.rank == 0)
-    _introduce(report, folder, data, position, num_steps)
+    try:
+        with together.step("rehearsal"):
+            rehearse(folder, trained, config, runtime)
+    finally:
+        if runtime.rank == 0:
+            forget_rehearsal(folder)
+    with together.step("run files"):
+        if runtime.rank == 0:
+            _write_run_files(folder, data, model_files)
+        report = Report(config, folder, num_steps, position.step, runtime.rank == 0)
+    _introduce(report, folder, data, position, num_steps, loaded)
     stream = Stream(len(data.train), position.epoch_rows, config.global_batch_size, config.seed)
     return Run(
         config, runtime, folder, model_files, data, trained, ddp, stream, position, num_steps, report
@@ -202,11 +207,9 @@ def _optimizer_options(config: SftConfig, num_steps: int) -> OptimizerOptions:
     )
 
 
-def _resume(
-    path: Path, trained: Trained, config: SftConfig, runtime: Runtime, start: Position
-) -> Position:
+def _resume(loaded: Loaded, start: Position) -> Position:
     """The position to go on from: the checkpoint's, if it is a continuation of the same data."""
-    found = load_checkpoint(path, trained, config, runtime)
+    found = loaded.position
     if found is None:
         return start
     if found.epoch_rows == 0:  # a stock checkpoint knows its step only
@@ -216,7 +219,7 @@ def _resume(
         if saved != now:
             raise UsageError(
                 "Training can't go on where it stopped, because the order of the data would be another",
-                where=str(path),
+                where=loaded.place,
                 got=f"{name} {now}",
                 expected=f"{name} {saved}, as when the checkpoint was saved",
                 do="restore it, or pass --finetune true to start at step 0 from the checkpoint's weights",
@@ -257,8 +260,13 @@ def _write_run_files(folder: Path, data: Prepared, model_files: dict[str, bytes]
         data.write_split_off(folder / "val_dataset.jsonl")
 
 
-def _introduce(report: Report, folder: Path, data: Prepared, position: Position, num_steps: int) -> None:
-    for line in data.report.lines():
+def _introduce(
+    report: Report, folder: Path, data: Prepared, position: Position, num_steps: int, loaded: Loaded | None
+) -> None:
+    for line in [*data.report.lines(), *(f"skipped {skipped}" for skipped in (loaded.skipped if loaded else []))]:
         report.say(line)
     begins = f"goes on after step {position.step}" if position.step else "begins"
-    report.say(f"training {begins}, {num_steps} steps, in {folder}")
+    source = f" from {loaded.place}" if loaded else ""
+    report.say(f"training {begins}{source}, {num_steps} steps, in {folder}")
+    if position.step >= num_steps:
+        report.say("there is nothing left to train: the checkpoint is of the last step")

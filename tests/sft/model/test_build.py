@@ -31,6 +31,18 @@ def test_parsed_config_json_builds_the_same_model() -> None:
     assert shapes[0] == shapes[1]
 
 
+def test_config_json_of_older_transformers_keeps_its_rotary_positions() -> None:
+    config = tiny.config(tied=True).to_dict()
+    rope = config["text_config"].pop("rope_parameters")
+    config["text_config"]["rope_theta"] = rope.pop("rope_theta")
+    config["text_config"]["rope_scaling"] = {**rope, "mrope_section": [6, 5, 5]}
+    config["vision_config"].pop("rope_parameters", None)
+    config["vision_config"]["model_type"] = "qwen3_vl"
+    model = build_model(config, ModelOptions())
+    assert model.language_model.rotary.base == 1e4 and model.share_embeddings_and_output_weights
+    assert [int((model.language_model.rotary.axes == axis).sum()) for axis in range(3)] == [6, 5, 5]
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -34,6 +34,7 @@ def test_loss_is_the_mean_over_all_labelled_tokens() -> None:
     result = train_step(wrapped, optimizer, scheduler, batches())
     assert result.loss == pytest.approx(float(losses.mean()), rel=1e-6)
     assert result.num_tokens == sum(counts) and not result.skipped
+    assert result.num_input_tokens == sum(batch.num_tokens for batch in batches())
 
 
 def test_gradient_is_that_of_the_mean_however_the_rows_are_batched() -> None:

@@ -6,7 +6,9 @@ Shapes: T query tokens, S key tokens, h query heads, g key and value heads (h a 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
@@ -121,8 +123,8 @@ def _flash(
     from torch.nn.attention.varlen import varlen_attn
 
     arguments: dict[str, Any] = {} if scale is None else {"scale": scale}
-    known = inspect.signature(varlen_attn).parameters
-    if "window_size" in known:  # torch 2.11 and later: causal is the window that ends at the token itself
+    known = _parameters(varlen_attn)
+    if "window_size" in known:  # since torch 2.11; causal is the window that ends at the token itself
         arguments["window_size"] = (-1, 0) if causal else (-1, -1)
     else:
         arguments["is_causal"] = causal
@@ -139,6 +141,11 @@ def _flash(
         **arguments,
     )
     return cast(Tensor, attended)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)
 
 
 def _one_call(

@@ -33,6 +33,8 @@ class StepResult:
     """Before clipping."""
     num_tokens: int
     """Labelled tokens of the global batch."""
+    num_input_tokens: int
+    """All tokens of the global batch, of text and of images."""
     skipped: bool
     """Whether the optimizer refused the gradients and left the parameters alone."""
 
@@ -58,7 +60,7 @@ def train_step(
     updated, grad_norm = _update(optimizer)
     if updated:
         scheduler.step(increment=total.num_rows)
-    return StepResult(loss, grad_norm, total.num_tokens, not updated)
+    return StepResult(loss, grad_norm, total.num_tokens, total.num_input_tokens, not updated)
 
 
 def evaluate(model: DistributedDataParallel, micro_batches: Sequence[MicroBatch]) -> tuple[float, int]:
@@ -129,6 +131,7 @@ class _Total(NamedTuple):
     loss_sum: float
     num_tokens: int
     num_rows: int
+    num_input_tokens: int
 
 
 def _over_all_ranks(
@@ -136,15 +139,16 @@ def _over_all_ranks(
 ) -> _Total:
     """Sum over data-parallel ranks, known to all pipeline stages; the one wait for the device in a step."""
     device = next(model.parameters()).device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     if reports:
         sums[0] = torch.stack([report["loss_sum"] for report in reports]).double().sum()
     sums[1] = sum(int(report["num_tokens"]) for report in reports)
     sums[2] = sum(batch.num_rows for batch in micro_batches)
+    sums[3] = sum(batch.num_tokens for batch in micro_batches)
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(sums, last, group=parallel_state.get_pipeline_model_parallel_group())
-    loss_sum, num_tokens, num_rows = sums.tolist()
-    rows = round(num_rows) // parallel_state.get_context_parallel_world_size()
-    return _Total(loss_sum, round(num_tokens), rows)
+    loss_sum, num_tokens, num_rows, num_input_tokens = sums.tolist()
+    copies = parallel_state.get_context_parallel_world_size()  # of each micro batch, a part of it trained in each
+    return _Total(loss_sum, round(num_tokens), round(num_rows) // copies, round(num_input_tokens) // copies)

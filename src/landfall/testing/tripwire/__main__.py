@@ -1,7 +1,8 @@
 """Run a program behind the tripwire: ``torchrun -m landfall.testing.tripwire --mode strict -m MODULE ARGS``.
 
 Its CPU process groups train over gloo and fail as NCCL on a full GPU does while a checkpoint is saved or
-loaded. ``--around MODULE:FUNCTION`` (as often as needed) arms around other functions than landfall's own.
+loaded, and each time a line on stderr says what was called. ``--around MODULE:FUNCTION`` (as often as needed)
+arms around other functions than landfall's own save and load.
 """
 
 from __future__ import annotations
@@ -57,8 +58,13 @@ def arm_around(place: str, mode: tripwire.Mode) -> None:
 
     @functools.wraps(stock)
     def behind_tripwire(*args: Any, **kwargs: Any) -> Any:
-        with tripwire.armed(mode):
-            return stock(*args, **kwargs)
+        before = tripwire.calls_while_armed()
+        try:
+            with tripwire.armed(mode):
+                return stock(*args, **kwargs)
+        finally:
+            made = dict(tripwire.calls_while_armed() - before) or "no collective call"
+            print(f"tripwire: {place} behind {mode}: {made}", file=sys.stderr, flush=True)
 
     _replace_everywhere(stock, behind_tripwire)
 
