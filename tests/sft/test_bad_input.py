@@ -49,12 +49,6 @@ def unknown_model_type(world: World, folder: Path) -> Bad:
     return Bad(("--model_type", "llama", "qwen3_vl"), {"model_type": "llama"})
 
 
-def model_without_tokenizer(world: World, folder: Path) -> Bad:
-    model = changed_model(world, folder / "model")
-    (model / "tokenizer.json").unlink()
-    return Bad(("tokenizer", str(model)), {"model": model})
-
-
 def weights_of_another_size(world: World, folder: Path) -> Bad:
     def widen(config: dict[str, Any]) -> None:
         config["text_config"]["intermediate_size"] *= 2
@@ -144,7 +138,6 @@ CASES: tuple[Case, ...] = (
     model_folder_without_config,
     model_of_another_type,
     unknown_model_type,
-    model_without_tokenizer,
     weights_of_another_size,
     weights_that_are_missing,
     no_network_for_an_id,
@@ -217,13 +210,21 @@ def test_read_only_file_system_is_refused(mounted: Callable[[str], Path], sft: T
 
 
 @pytest.mark.case("a06")
+@pytest.mark.parametrize(
+    ("filled", "says"),
+    [(False, "There is no room for a single checkpoint"), (True, "A rehearsal of the save failed")],
+    ids=["too small", "full"],
+)
 def test_file_system_without_room_for_a_checkpoint_is_refused(
-    mounted: Callable[[str], Path], sft: Train
+    filled: bool, says: str, mounted: Callable[[str], Path], sft: Train
 ) -> None:
     folder = mounted("size=1m")
+    if filled:
+        with pytest.raises(OSError):
+            (folder / "filler").write_bytes(bytes(2 << 20))
     refused = sft(ranks=2, train_iters=1, save=folder / "out", ends_well=False)
-    assert_refused(refused, "There is no room for a single checkpoint", str(folder), "bytes free")
-    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert_refused(refused, says, str(folder), "bytes free")
+    assert [path for path in (folder / "out").rglob("*") if path.is_file()] == []
 
 
 def as_rank_1_that_may_not_write(argv: list[str]) -> None:

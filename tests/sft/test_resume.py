@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from landfall.testing.procs import Ranks
 from tests.sft.trainer import (
     Sft,
     World,
+    committed_steps,
+    left_in,
     read_log,
     row,
     run_sft,
@@ -173,23 +176,18 @@ def kill_all(ranks: Ranks) -> None:
         ranks.kill(rank)
 
 
-def committed_steps(folder: Path) -> list[int]:
-    return sorted(int(found.parent.name.partition("-")[2]) for found in folder.glob(f"checkpoint-*/{NAME}"))
-
-
 def test_killed_run_goes_on_as_if_it_had_never_stopped(world: World, tmp_path: Path, sft: Train) -> None:
     out = tmp_path / "输出 🚀"
     with start_sft(world, out, 2, save_interval=2, **ENDLESS) as ranks:
-        run = Sft([], [], out)
-        wait_for(lambda: out.exists() and len(committed_steps(run.folder)) >= 2 and run.log[-1])
+        wait_for(lambda: out.exists() and len(committed_steps(left_in(out).folder)) >= 2)
         kill_all(ranks)
+    run = left_in(out)
     saved, log = committed_steps(run.folder)[-1], read_log(run.folder)
     length = {**ENDLESS, "train_iters": max(saved + 2, step_of(log[-1]))}
 
-    sft(ranks=2, load=run.folder, save=out, **length)
+    again = sft(ranks=2, load=run.folder, save=out, **length)
     whole = sft(ranks=2, **length)
 
-    again = Sft([0], [], out)
     assert again.folder.name.startswith("v1-") and again.losses == after(whole.losses, saved)
     assert {step_of(entry): entry["loss"] for entry in log}.items() <= whole.losses.items()
     assert all(verify(run.checkpoint(step)).ok for step in committed_steps(run.folder))
@@ -208,10 +206,9 @@ def test_run_killed_while_it_saves_goes_on_and_replaces_what_was_left(
     assert half == saved + 2
 
     length = {**ENDLESS, "train_iters": half + 2, "save_interval": 2}
-    sft(ranks=2, load=out, add_version=False, **length)
+    again = sft(ranks=2, load=out, add_version=False, **length)
     whole = sft(ranks=2, save=tmp_path / "whole", **length)
 
-    again = Sft([0], [], out)
     assert again.losses == whole.losses
     assert committed_steps(out)[-2:] == [half, half + 2]
     for step in (half, half + 2):
@@ -228,6 +225,7 @@ def stopped_in_a_save(ranks: Ranks, out: Path) -> int:
     if half:
         for rank in range(2):
             ranks.stop(rank)
+        time.sleep(0.05)  # until the signals have arrived
         if half in committed_steps(out):
             for rank in range(2):
                 ranks.resume(rank)

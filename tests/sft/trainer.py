@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from landfall.engine.checkpoint import Checkpoint
 from landfall.engine.contents import TORCH_DIST
 from landfall.engine.load import load
+from landfall.format.manifest import NAME
 from landfall.format.shards import Shard, whole
 from landfall.store.local import LocalStore
 from landfall.testing.procs import Ranks, start_ranks
@@ -60,12 +61,8 @@ class Sft:
     outputs: list[str]
     """What each rank wrote to stdout and stderr."""
     save: Path
-
-    @property
-    def folder(self) -> Path:
-        """The newest run folder."""
-        runs = list(self.save.glob("v*-*"))
-        return max(runs, key=lambda run: int(run.name[1:].partition("-")[0])) if runs else self.save
+    folder: Path
+    """The run folder, which is ``save`` itself without versions."""
 
     @property
     def log(self) -> list[dict[str, Any]]:
@@ -91,11 +88,24 @@ class Sft:
         return dict(json.loads((self.folder / "args.json").read_text(encoding="utf-8")))
 
 
+def left_in(save: Path, ranks: Ranks | None = None, exit_codes: Sequence[int] = ()) -> Sft:
+    """The newest run in a save folder; ``ranks`` are those that have run, or still do."""
+    runs = list(save.glob("v*-*"))
+    folder = max(runs, key=lambda run: int(run.name[1:].partition("-")[0])) if runs else save
+    outputs = [ranks.output(rank) for rank in range(len(ranks.processes))] if ranks else []
+    return Sft(list(exit_codes), outputs, save, folder)
+
+
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """The whole lines of a run's log so far."""
     log = folder / "logging.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def committed_steps(folder: Path) -> list[int]:
+    """Of the checkpoints in a run folder that any reader may trust."""
+    return sorted(int(found.parent.name.partition("-")[2]) for found in folder.glob(f"checkpoint-*/{NAME}"))
 
 
 def step_of(entry: Mapping[str, Any]) -> int:
@@ -124,8 +134,8 @@ def start_sft(
     entry: Callable[[list[str]], Any] | None = None,
     **given: Any,
 ) -> Ranks:
-    """The trainer on ``ranks`` ranks, as torchrun would have started them; for tests that kill some."""
-    environment = {"LANDFALL_CACHE": str(world.cache), **(env or {})}
+    """The trainer on ``ranks`` CPU ranks, as torchrun would have started them; for tests that kill some."""
+    environment = {"LANDFALL_CACHE": str(world.cache), "CUDA_VISIBLE_DEVICES": "", **(env or {})}
     return start_ranks(entry or as_rank, ranks, flags(world, out, given), backend_env=environment)
 
 
@@ -134,10 +144,10 @@ def run_sft(
 ) -> Sft:
     """The trainer from start to end. ``given`` are flags, and what :func:`start_sft` takes."""
     with start_sft(world, out, ranks, **given) as started:
-        codes = started.exit_codes(timeout_s)
-        outputs = [started.output(rank) for rank in range(ranks)]
-    assert not ends_well or set(codes) == {0}, f"exit codes {codes}\n" + "\n".join(outputs)
-    return Sft(codes, outputs, out)
+        run = left_in(Path(given.get("save") or out), started, started.exit_codes(timeout_s))
+    if ends_well:
+        assert set(run.exit_codes) == {0}, "\n".join([f"exit codes {run.exit_codes}", *run.outputs])
+    return run
 
 
 def wait_for(condition: Callable[[], _T], timeout_s: float = 60.0) -> _T:

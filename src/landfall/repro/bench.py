@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,10 @@ class Bench:
     """What a rank needs for its steps, set up before its card is full."""
 
     def __init__(
-        self, orders: Orders, diary: Diary, coordinator: Coordinator, tensors: Tensors, group: dist.ProcessGroup
+        self, orders: Orders, diary: Diary, coordinator: Coordinator, tensors: Tensors, group: Any
     ) -> None:
-        self._on_gpu, self._diary, self._coordinator, self._tensors = orders.on_gpu, diary, coordinator, tensors
+        self._on_gpu, self._diary = orders.on_gpu, diary
+        self._coordinator, self._tensors = coordinator, tensors
         writers = dict.fromkeys(step.writer for step in orders.launch.steps)
         self._savers = {writer: make_saver(writer, tensors, coordinator, group) for writer in writers}
         self._card = Card(current_device(), fills=_is_first_on_device())
@@ -102,11 +104,16 @@ class Bench:
             attempt = _with(attempt, intact=intact, source=source)
         self._diary.attempt(attempt)
 
+    def close(self) -> None:
+        """Leave, after the last step. Rank 0, which keeps the messages, waits a little for the others."""
+        self._coordinator.close()
+
     def _prepare(self, step: Step, saver: Saver) -> str:
         """Everything about a step that is not to be measured; returns the folder of a load."""
         if step.action == "save":
             if self._coordinator.rank == 0:
-                Path(step.folder).mkdir()
+                Path(step.folder).mkdir(exist_ok=True)
+            self._tensors.restore()
             self._tensors.note_digests(step.folder)
             return step.folder
         self._meet()  # what was saved last is complete on all ranks, or nowhere

@@ -48,7 +48,7 @@ def conduct(writers: Sequence[Writer], num_ranks: int, timeout_s: float, view: V
         view.begin(launches)
         results: list[Result] = []
         about: About | None = None
-        for launch, ranks in _one_after_the_other(launches, num_ranks, root, num_devices):
+        for ranks in _one_after_the_other(launches, num_ranks, root, num_devices):
             watch = Watch(ranks, num_ranks, timeout_s, view)
             results += watch.run()
             about = about or watch.about
@@ -81,19 +81,17 @@ def _scratch() -> Iterator[Path]:
 
 def _one_after_the_other(
     launches: Sequence[Launch], num_ranks: int, root: Path, num_devices: int
-) -> Iterator[tuple[Launch, Ranks]]:
+) -> Iterator[Ranks]:
     """Ranks that may begin. With cores to spare the next ones already import while these work."""
     num_ahead = 1 if (os.cpu_count() or 1) >= 2 * num_ranks else 0
     with ExitStack() as stack:
         waiting: list[Ranks] = []
-        for number, launch in enumerate(launches):
+        for number in range(len(launches)):
             while len(waiting) <= num_ahead and number + len(waiting) < len(launches):
                 place = number + len(waiting)
-                folder = root / f"launch-{place}"
-                waiting.append(
-                    stack.enter_context(Ranks(launches[place], num_ranks, folder, num_devices=num_devices))
-                )
-            yield launch, waiting.pop(0)
+                ranks = Ranks(launches[place], num_ranks, root / f"launch-{place}", num_devices=num_devices)
+                waiting.append(stack.enter_context(ranks))
+            yield waiting.pop(0)
 
 
 def _stop_if_nothing_works(results: list[Result], about: About | None) -> None:

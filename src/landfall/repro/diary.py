@@ -79,7 +79,8 @@ def failure_of(error: BaseException) -> Failure:
 
 def frames_of(trace: TracebackType | None) -> list[Frame]:
     """From the outermost to the innermost."""
-    return [Frame(shorten(entry.filename), entry.lineno or 0, entry.name) for entry in traceback.extract_tb(trace)]
+    entries = traceback.extract_tb(trace)
+    return [Frame(shorten(entry.filename), entry.lineno or 0, entry.name) for entry in entries]
 
 
 def shorten(file: str) -> str:

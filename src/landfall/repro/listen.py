@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,15 +39,20 @@ def _recorded_by_torch() -> Counter[str]:
     dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
     if dump is None:
         return Counter()
-    trace = pickle.loads(dump())  # of this process's own making
+    trace = pickle.loads(dump(includeStackTraces=False))  # of this process's own making
     return Counter(entry["profiling_name"] for entry in trace.get("entries", []))
 
 
 def _counted_by_groups() -> Counter[str]:
     """From the sequence numbers of the NCCL groups: how many, not which. For want of the recorder."""
-    groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_backend(group) == "nccl"]
-    counts = Counter({group.group_name: group._get_sequence_number_for_group() for group in groups})
-    return +counts
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return +Counter(
+        {
+            str(group.group_name): group._get_sequence_number_for_group()
+            for group in groups
+            if dist.get_backend(group) == "nccl"
+        }
+    )
 
 
 def _counted_by_tripwire() -> Counter[str]:

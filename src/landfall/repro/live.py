@@ -123,7 +123,9 @@ class TableView:
         rows = dict.fromkeys((step.room, step.action) for step in sorted(self._steps, key=_row_order))
         for room, action in rows:
             title = step_title(Step("stock", room, action), on_gpu=self._on_gpu)
-            cells = [self._cells.get(f"{writer}/{room}/{action}", Text("-", style="dim")) for writer in writers]
+            cells = [
+                self._cells.get(f"{writer}/{room}/{action}", Text("-", style="dim")) for writer in writers
+            ]
             table.add_row(title, *cells)
         return table
 

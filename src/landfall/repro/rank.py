@@ -25,6 +25,7 @@ def main(folder: Path) -> None:
     """
     rank = int(os.environ["RANK"])
     _die_with_parent()
+    os.register_at_fork(after_in_child=_die_with_parent)
     stacks = open(folder / f"{rank}.stacks", "w")  # noqa: SIM115 - for the signal handler
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     diary = Diary(folder / f"{rank}.diary")
@@ -40,6 +41,7 @@ def main(folder: Path) -> None:
         bench = Bench.set_up(orders, diary)
         for step in orders.launch.steps:
             bench.take(step)
+        bench.close()
         diary.phase("finished")
     except BaseException as error:
         diary.broken(error)

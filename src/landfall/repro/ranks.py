@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -24,7 +25,7 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
 
 
 class Ranks:
-    """N processes that import what they need at once, and begin with :meth:`go`. Killed when the block ends."""
+    """N processes that import at once and begin with :meth:`go`. Killed when the block ends."""
 
     def __init__(self, launch: Launch, num_ranks: int, folder: Path, *, num_devices: int) -> None:
         self.launch, self._folder = launch, folder
@@ -32,9 +33,10 @@ class Ranks:
         write_orders(folder, Orders(launch, on_gpu=num_devices > 0))
         # The ranks meet at a store of this process, which outlives each of them.
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        self._processes = [
-            self._start(_environment(rank, num_ranks, self._store.port, num_devices)) for rank in range(num_ranks)
+        environments = [
+            _environment(rank, num_ranks, self._store.port, num_devices) for rank in range(num_ranks)
         ]
+        self._processes = [self._start(environment) for environment in environments]
         self._readers = [DiaryReader(folder / f"{rank}.diary") for rank in range(num_ranks)]
 
     def __enter__(self) -> Ranks:
@@ -49,11 +51,9 @@ class Ranks:
         """Let them begin, as soon as each has its imports behind it."""
         for process in self._processes:
             assert process.stdin is not None
-            try:
+            with contextlib.suppress(BrokenPipeError):  # it ended early: events() and exit_code() tell
                 process.stdin.write(b"go\n")
                 process.stdin.flush()
-            except BrokenPipeError:
-                pass  # it ended early: events() and exit_code() tell
 
     def events(self, rank: int) -> list[Event]:
         """What a rank wrote down since the last call."""
@@ -88,17 +88,13 @@ class Ranks:
     def kill(self) -> None:
         """Kill all ranks and what they started."""
         for process in self._processes:
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also helpers that outlived their rank
-            except (ProcessLookupError, PermissionError):
-                pass
         for process in self._processes:
             process.wait()
-            if process.stdin is not None and not process.stdin.closed:
-                try:
+            if process.stdin is not None:
+                with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
-                except BrokenPipeError:
-                    pass
 
     def _start(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         with open(self._folder / f"{environment['RANK']}.output", "wb") as output:
@@ -130,8 +126,8 @@ def _environment(rank: int, num_ranks: int, port: int, num_devices: int) -> dict
         "CUDA_DEVICE_MAX_CONNECTIONS": 1,
     }
     environment = {name: str(number) for name, number in numbers.items()} | BUFFER_ENV
-    environment |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONUNBUFFERED": "1"}
-    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    environment |= {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
     if num_ranks > num_devices:
         # NCCL refuses two ranks on one device unless it takes them for two machines.
         environment["NCCL_HOSTID"] = f"landfall-repro-{rank}"

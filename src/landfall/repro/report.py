@@ -8,22 +8,22 @@ from typing import Any
 import msgspec
 
 from landfall import __version__
-from landfall.repro.cases import ACTIONS, ROOMS, WRITERS
-from landfall.repro.outcome import Outcome, Result
+from landfall.repro.cause import TRIPWIRE, cause
+from landfall.repro.outcome import Check, Outcome
 from landfall.repro.table import final_line
 from landfall.repro.words import (
-    TRIPWIRE,
-    cause,
+    blocks,
     facts,
     free_line,
+    full_title,
     labels,
     machine,
     race_lines,
     step_title,
+    titles,
     training,
     trouble,
     verdict,
-    writer_title,
 )
 
 
@@ -31,8 +31,12 @@ def to_json(outcome: Outcome) -> dict[str, Any]:
     """Everything measured, with what follows from it for each step (``verdict``, ``seconds``, bytes)."""
     plain: dict[str, Any] = msgspec.to_builtins(outcome)
     for entry, result in zip(plain["results"], outcome.results, strict=True):
+        del entry["step"]  # its folders are gone
         entry |= {
             "name": result.step.name,
+            "writer": result.step.writer,
+            "room": result.step.room,
+            "action": result.step.action,
             "ok": result.ok,
             "verdict": verdict(result),
             "seconds": result.seconds,
@@ -55,29 +59,24 @@ def to_markdown(outcome: Outcome, command: str) -> str:
         lines += [race[0], "", *(f"- {line}" for line in race[1:]), ""]
     lines += ["## Why", "", *(f"{number}. {line}" for number, line in enumerate(cause(outcome), start=1)), ""]
     lines += ["## Checks", ""]
-    lines += [f"- {'yes' if c.holds else '**NO**'}: {c.claim}{f' ({c.seen})' if c.seen else ''}" for c in outcome.checks]
+    lines += [_check(check) for check in outcome.checks]
     lines += ["", *_failures(outcome)]
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _check(check: Check) -> str:
+    seen = f" ({check.seen})" if check.seen else ""
+    return f"- {'yes' if check.holds else '**NO**'}: {check.claim}{seen}"
+
+
 def _table(outcome: Outcome) -> list[str]:
-    writers = [writer for writer in WRITERS if any(r.step.writer == writer for r in outcome.results)]
-    titles = [writer_title(writer, on_gpu=outcome.on_gpu, about=outcome.about) for writer in writers]
-    lines = [_row(["", *titles]), _row(["---"] * (len(writers) + 1))]
-    for room in ROOMS:
-        for action in ACTIONS:
-            found = {r.step.writer: r for r in outcome.results if (r.step.room, r.step.action) == (room, action)}
-            if found:
-                lines += _block([found[writer] for writer in writers], outcome.on_gpu)
-    return lines
-
-
-def _block(results: list[Result], on_gpu: bool) -> list[str]:
-    title = step_title(results[0].step, on_gpu=on_gpu)
-    lines = [_row([f"**{title}**", *(f"**{verdict(result)}**" for result in results)])]
-    rows = [facts(result, on_gpu=on_gpu) for result in results]
-    for label in labels(rows):
-        lines.append(_row([label, *(row.get(label, "") for row in rows)]))
+    heads = titles(outcome)
+    lines = [_row(["", *heads]), _row(["---"] * (len(heads) + 1))]
+    for block in blocks(outcome):
+        title = step_title(block[0].step, on_gpu=outcome.on_gpu)
+        lines.append(_row([f"**{title}**", *(f"**{verdict(result)}**" for result in block)]))
+        rows = [facts(result, on_gpu=outcome.on_gpu) for result in block]
+        lines += [_row([label, *(row.get(label, "") for row in rows)]) for label in labels(rows)]
     return lines
 
 
@@ -89,6 +88,5 @@ def _failures(outcome: Outcome) -> list[str]:
     lines = []
     for result in outcome.results:
         if told := trouble(result):
-            who = writer_title(result.step.writer, on_gpu=outcome.on_gpu, about=outcome.about)
-            lines += [f"### {who}: {step_title(result.step, on_gpu=outcome.on_gpu)}", "", "```", *told, "```", ""]
+            lines += [f"### {full_title(result, outcome)}", "", "```", *told, "```", ""]
     return ["## What went wrong", "", *lines] if lines else []

@@ -9,21 +9,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from landfall.repro.cases import ACTIONS, ROOMS, WRITERS
+from landfall.repro.cause import TRIPWIRE, cause
 from landfall.repro.outcome import Outcome, Result
 from landfall.repro.words import (
-    TRIPWIRE,
-    cause,
+    blocks,
     facts,
     free_line,
+    full_title,
     labels,
     machine,
     race_lines,
     step_title,
+    titles,
     training,
     trouble,
     verdict,
-    writer_title,
 )
 
 
@@ -62,7 +62,7 @@ def _tell(console: Console, line: str, *, style: str = "", indent: int = 0, hang
 def final_line(outcome: Outcome) -> str:
     """The verdict in one line."""
     if not outcome.checks:
-        return f"Done in {outcome.seconds:.0f} s. Neither stock nor landfall ran, so there is nothing to judge."
+        return f"Neither stock nor landfall ran, so there is nothing to judge. ({outcome.seconds:.0f} s)"
     ran = {result.step.writer for result in outcome.results}
     good = [
         *(["stock fails as reported"] if "stock" in ran else []),
@@ -76,25 +76,16 @@ def side_by_side(outcome: Outcome) -> Table:
     """One column a writer, one block of rows a room and action."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    writers = [writer for writer in WRITERS if any(r.step.writer == writer for r in outcome.results)]
-    for writer in writers:
-        title = writer_title(writer, on_gpu=outcome.on_gpu, about=outcome.about)
+    for title in titles(outcome):
         table.add_column(title, header_style="bold", overflow="fold")
-    for room in ROOMS:
-        for action in ACTIONS:
-            found = {r.step.writer: r for r in outcome.results if (r.step.room, r.step.action) == (room, action)}
-            if found:
-                _add_block(table, [found[writer] for writer in writers], outcome.on_gpu)
+    for block in blocks(outcome):
+        title = step_title(block[0].step, on_gpu=outcome.on_gpu)
+        table.add_row(Text(title, style="bold"), *(verdict_text(result) for result in block))
+        rows = [facts(result, on_gpu=outcome.on_gpu) for result in block]
+        for label in labels(rows):
+            table.add_row(Text(f"  {label}", style="dim"), *(row.get(label, "") for row in rows))
+        table.add_section()
     return table
-
-
-def _add_block(table: Table, results: list[Result], on_gpu: bool) -> None:
-    title = step_title(results[0].step, on_gpu=on_gpu)
-    table.add_row(Text(title, style="bold"), *(verdict_text(result) for result in results))
-    rows = [facts(result, on_gpu=on_gpu) for result in results]
-    for label in labels(rows):
-        table.add_row(Text(f"  {label}", style="dim"), *(row.get(label, "") for row in rows))
-    table.add_section()
 
 
 def verdict_text(result: Result) -> Text:
@@ -106,8 +97,7 @@ def _show_trouble(outcome: Outcome, console: Console) -> None:
     """Places are not broken into lines, so that they can be copied."""
     for result in outcome.results:
         if lines := trouble(result):
-            who = writer_title(result.step.writer, on_gpu=outcome.on_gpu, about=outcome.about)
-            title = f"\n{who}: {step_title(result.step, on_gpu=outcome.on_gpu)}"
+            title = f"\n{full_title(result, outcome)}"
             console.print(title, style="bold", markup=False, soft_wrap=True)
             for line in lines:
                 console.print(f"  {line}", markup=False, soft_wrap=True)

@@ -16,17 +16,23 @@ MOMENTUM_KEY = "optimizer.momentum"
 
 
 class Tensors:
-    """What one rank saves and loads: ``replicated`` on all ranks, ``own`` rows of a tensor of ``own_shape``."""
+    """What one rank saves and loads: ``replicated`` on all ranks, ``own`` rows of one of ``own_shape``."""
 
     def __init__(self, training: Training) -> None:
         self.rank, self.size = training.rank, training.size
         self.replicated = {key: layer.detach() for key, layer in training.layers.items()}
         self.own = training.momentum
         self.own_shape = (training.num_own_rows * training.size, *training.momentum.shape[1:])
+        self._trained = {key: tensor.to("cpu", copy=True) for key, tensor in self.all().items()}
 
     def all(self) -> dict[str, Tensor]:
         """Every tensor of this rank by key."""
         return {**self.replicated, MOMENTUM_KEY: self.own}
+
+    def restore(self) -> None:
+        """The trained values again, whatever loads did."""
+        for key, tensor in self.all().items():
+            tensor.copy_(self._trained[key])
 
     def wipe(self) -> None:
         """Forget the values, so that a load has something to do."""
@@ -36,7 +42,7 @@ class Tensors:
     def digests(self, tensors: dict[str, Tensor] | None = None) -> dict[str, str]:
         """xxh3-128 of each tensor's bytes; of the rank's own if None."""
         found = self.all() if tensors is None else tensors
-        return {key: digest(host_bytes(tensor.detach().cpu().contiguous())).hex() for key, tensor in found.items()}
+        return {key: digest(host_bytes(tensor.detach().cpu())).hex() for key, tensor in found.items()}
 
     def note_digests(self, folder: str) -> None:
         """Write beside ``folder`` what this rank is about to save there."""

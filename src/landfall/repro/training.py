@@ -14,7 +14,7 @@ from torch import Tensor
 NUM_LAYERS = 8
 WIDTH = 1024
 NUM_ROWS = NUM_LAYERS * WIDTH
-NUM_STEPS = 4
+NUM_STEPS = 3
 LR = 200.0
 MOMENTUM = 0.9
 NUM_BYTES = 2 * NUM_ROWS * WIDTH * 4
@@ -32,10 +32,14 @@ class Training:
         shape = (self.num_own_rows * self.size, WIDTH)
         generator = torch.Generator().manual_seed(1)
         self._weights = torch.zeros(shape, device=device)
-        self._weights[:NUM_ROWS] = (torch.randn(NUM_ROWS, WIDTH, generator=generator) * WIDTH**-0.5).to(device)
+        self._weights[:NUM_ROWS] = (torch.randn(NUM_ROWS, WIDTH, generator=generator) * WIDTH**-0.5).to(
+            device
+        )
         self._gradients = torch.zeros(shape, device=device)
         self.momentum = torch.zeros(self.num_own_rows, WIDTH, device=device)
-        self.layers = {f"layers.{i}.weight": _rows(self._weights, i).requires_grad_() for i in range(NUM_LAYERS)}
+        self.layers = {
+            f"layers.{i}.weight": _rows(self._weights, i).requires_grad_() for i in range(NUM_LAYERS)
+        }
         for number, layer in enumerate(self.layers.values()):
             layer.grad = _rows(self._gradients, number)  # backward() adds to it in place
 

@@ -40,9 +40,7 @@ def collective_of(failure: Failure) -> str:
     return inside or (functions[-1] if functions else "its start")
 
 
-def _of_stock(
-    by_step: dict[tuple[Writer, Room, Action], Result], about: About, on_gpu: bool
-) -> list[Check]:
+def _of_stock(by_step: dict[tuple[Writer, Room, Action], Result], about: About, on_gpu: bool) -> list[Check]:
     name = f"megatron-core {about.megatron_core}"
     roomy, full = by_step["stock", "roomy", "save"], by_step["stock", "full", "save"]
     first = full.first_failure
@@ -103,7 +101,11 @@ def _of_ours(ours: list[Result], damage: Sequence[str], on_gpu: bool) -> list[Ch
     bad_save = next((describe_end(result) for result in saves if not result.ok), "")
     bad_load = next((describe_end(result) for result in loads if not result.ok), "")
     checks = [
-        Check(f"landfall saves {without}, every byte verified", saved and not damage, bad_save or "; ".join(damage)),
+        Check(
+            f"landfall saves {without}, every byte verified",
+            saved and not damage,
+            bad_save or "; ".join(damage),
+        ),
         Check("landfall loads what it saved, bit for bit", all(result.ok for result in loads), bad_load),
         Check(
             f"no {'NCCL call' if on_gpu else 'collective'} between entry and exit of its saves and loads",

@@ -69,7 +69,11 @@ class Watch:
             gone = self._ranks.exit_code(rank)
             for event in self._ranks.events(rank):
                 self._take(rank, event)
-            if gone is not None and rank not in self._broken and self._phases.get(rank, ("", ""))[1] != "finished":
+            if (
+                gone is not None
+                and rank not in self._broken
+                and self._phases.get(rank, ("", ""))[1] != "finished"
+            ):
                 message = f"exit code {gone}\n{self._ranks.output(rank)}"
                 self._fail(rank, Failure("the process ended", message.strip(), []))
 

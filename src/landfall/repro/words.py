@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
-from landfall.repro.cases import Step
-from landfall.repro.outcome import About, Failure, Frame, Outcome, Result
+from landfall.repro.cases import ACTIONS, ROOMS, WRITERS, Step
+from landfall.repro.outcome import About, Ended, Failure, Frame, Outcome, Result
 from landfall.repro.verdict import collective_of
 
 MIB = 1 << 20
 NUM_FRAMES = 9
 MEMORY = ("GPU memory, for good", "of it torch's", "torch's peak")
-"""What the driver gave out and did not get back; the part that torch's allocator holds; the most that it handed
-out in between on one rank."""
+"""What the driver gave out and did not get back; the part that torch's allocator holds; the most that it
+handed out in between on one rank."""
+
+
+def blocks(outcome: Outcome) -> list[list[Result]]:
+    """What is shown below each other: the results of all writers, side by side, for each room and action."""
+    found = [
+        [result for result in outcome.results if (result.step.room, result.step.action) == (room, action)]
+        for room in ROOMS
+        for action in ACTIONS
+    ]
+    return [sorted(block, key=lambda result: WRITERS.index(result.step.writer)) for block in found if block]
+
+
+def titles(outcome: Outcome) -> list[str]:
+    """The heads of the columns."""
+    writers = [result.step.writer for result in blocks(outcome)[0]]
+    return [writer_title(writer, on_gpu=outcome.on_gpu, about=outcome.about) for writer in writers]
+
+
+def full_title(result: Result, outcome: Outcome) -> str:
+    """Who did what, where."""
+    who = writer_title(result.step.writer, on_gpu=outcome.on_gpu, about=outcome.about)
+    return f"{who}: {step_title(result.step, on_gpu=outcome.on_gpu)}"
 
 
 def writer_title(writer: str, *, on_gpu: bool, about: About | None = None) -> str:
@@ -54,7 +76,7 @@ def facts(result: Result, *, on_gpu: bool) -> dict[str, str]:
     if on_gpu:
         amounts = (result.driver_bytes, result.reserved_bytes, result.peak_bytes)
         found |= {
-            label: _mib(amount) for label, amount in zip(MEMORY, amounts, strict=True) if amount is not None
+            label: mib(amount) for label, amount in zip(MEMORY, amounts, strict=True) if amount is not None
         }
     if result.collectives is not None and (result.ok or result.first_failure):
         found["NCCL calls" if on_gpu else "collectives"] = str(sum(result.collectives.values()))
@@ -70,13 +92,8 @@ def labels(rows: list[dict[str, str]]) -> list[str]:
 
 
 def _ranks(result: Result) -> str:
-    named = {"failed": "failed", "died": "died", "hung": "hung"}
-    parts = [
-        f"{span(result.ranks(ended))} {word}"  # type: ignore[arg-type]
-        for ended, word in named.items()
-        if result.ranks(ended)  # type: ignore[arg-type]
-    ]
-    return ", ".join(parts)
+    ends: tuple[Ended, ...] = ("failed", "died", "hung")
+    return "; ".join(f"{span(result.ranks(end))} {end}" for end in ends if result.ranks(end))
 
 
 def span(ranks: list[int]) -> str:
@@ -102,9 +119,8 @@ def trouble(result: Result) -> list[str]:
         lines += [f"  at {frame}" for frame in telling(failure)]
     if hung := result.ranks("hung"):
         lines.append(f"rank {span(hung)}: hung until stopped")
-        failure = result.attempts[hung[0]].failure
-        if failure is not None and failure.frames:
-            lines += [f"  at {frame}" for frame in telling(failure)]
+        if (place := result.attempts[hung[0]].failure) is not None:
+            lines += [f"  at {frame}" for frame in telling(place)]
     return lines
 
 
@@ -126,9 +142,8 @@ def machine(outcome: Outcome) -> str:
         return f"{outcome.num_ranks} ranks on the CPU, {software}"
     num_used = min(outcome.num_ranks, about.num_devices)
     cards = f"one {about.device}" if num_used == 1 else f"{num_used} x {about.device}"
-    return (
-        f"{outcome.num_ranks} ranks on {cards} ({about.device_bytes / 2**30:.1f} GiB), NCCL {about.nccl}, {software}"
-    )
+    size = f"{about.device_bytes / 2**30:.1f} GiB"
+    return f"{outcome.num_ranks} ranks on {cards} ({size}), NCCL {about.nccl}, {software}"
 
 
 def training(outcome: Outcome) -> str:
@@ -146,31 +161,8 @@ def free_line(outcome: Outcome) -> str:
     free = [result.free_bytes for result in outcome.results if result.free_bytes >= 0]
     if not free:
         return ""
-    return f"GPU full: torch's caching allocator holds all but {min(free) / MIB:.0f} to {max(free) / MIB:.0f} MiB"
-
-
-TRIPWIRE = (
-    "There is no GPU here, so NCCL's failure is played: the ranks train over gloo behind the tripwire. While it "
-    "is armed, gather, scatter, send and receive raise NCCL's error, as on a full GPU; landfall has to pass a "
-    "stricter one, which raises at every collective. Times are those of a CPU; nothing can hang."
-)
-
-
-def cause(outcome: Outcome) -> list[str]:
-    """Why stock fails and ours does not, in five lines."""
-    roomy = next((r for r in outcome.results if r.step.name == "stock/roomy/save" and r.ok), None)
-    taken = f" (here {_mib(roomy.driver_bytes)})" if roomy is not None and roomy.driver_bytes else ""
-    return [
-        "Before they write, the ranks of a stock save send their plans to rank 0 as Python objects: gather_object.",
-        "On an NCCL group that is a gather on the GPU. NCCL sets its channels up at their first use, which is the "
-        f"first save, with plain cudaMalloc, and never gives them back{taken}.",
-        "After training and an evaluation torch's caching allocator has reserved the whole card: cudaMalloc gets "
-        'nothing, and NCCL says no more than "unhandled cuda error".',
-        "The rank that fails raises; the others wait in the collective until a watchdog ends the job. How much is "
-        "saved does not matter: weights only, or a tiny model, fail the same way.",
-        "landfall's ranks agree by messages in a key-value store on the CPU and copy through host buffers made at "
-        "the start: no NCCL call, no byte of device memory, so a full card makes no difference.",
-    ]
+    left = " to ".join(dict.fromkeys(mib(amount) for amount in (min(free), max(free))))
+    return f"GPU full: torch's caching allocator holds the card, and the driver has {left} left"
 
 
 def race_lines(outcome: Outcome) -> list[str]:
@@ -192,5 +184,6 @@ def median(values: list[float]) -> float:
     return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
+    """As people read it."""
     return f"{num_bytes / MIB:.0f} MiB"

@@ -1,4 +1,4 @@
-"""The four ways to save and to load the same tensors. Nothing here is patched: each is used as its users do."""
+"""The four ways to save and to load the same tensors. Nothing is patched: each is used as its users do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -69,9 +68,10 @@ class Stock(Saver):
     def save(self, folder: str) -> None:
         from megatron.core import dist_checkpointing
         from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-        from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+        from megatron.core.dist_checkpointing.strategies import fully_parallel
 
-        strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), self.group)
+        strategy = get_default_save_sharded_strategy()
+        strategy = fully_parallel.FullyParallelSaveStrategyWrapper(strategy, self.group)
         dist_checkpointing.save({**self._sharded(), "common": dict(COMMON)}, folder, strategy)
 
     def load(self, folder: str) -> dict[str, Tensor]:
@@ -115,7 +115,9 @@ class TorchDCP(Saver):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        mesh = DeviceMesh.from_group(dist.group.WORLD, current_device().type)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        mesh = DeviceMesh.from_group(everyone, current_device().type)
         state = {
             key: DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
             for key, tensor in self.tensors.replicated.items()
@@ -151,5 +153,3 @@ class Landfall(Saver):
         num_rows = mine.own.shape[0]
         box = Box((mine.rank * num_rows, 0), tuple(mine.own.shape))
         return [*shards, Shard(MOMENTUM_KEY, mine.own_shape, box, mine.own, (mine.rank,))]
-
-

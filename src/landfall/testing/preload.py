@@ -7,8 +7,8 @@ import os
 import warnings
 from importlib import import_module
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["OMP_NUM_THREADS"] = "1"  # OpenBLAS would start its threads on import
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core's, for want of TransformerEngine and Apex

@@ -26,6 +26,8 @@ from torch.distributed import TCPStore
 from landfall.testing.rank import run_rank
 
 PRELOADED = ["landfall.testing.preload"]
+"""Modules that the fork server imports. More can be added before the first rank is started."""
+
 OTHERS_S = 3.0
 """How long the other ranks may take to fail too, once one has: their tracebacks tell more than a kill."""
 
