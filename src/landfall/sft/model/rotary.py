@@ -5,7 +5,9 @@ Shapes: T tokens, d head size.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +48,13 @@ def rotate(heads: Tensor, angles: Angles) -> Tensor:
     return _Rotation.apply(heads, angles.cos, angles.sin)
 
 
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 class _Rotation(torch.autograd.Function):
-    """Four kernels over half the tensor each way; keeps nothing for the way back but the angles."""
+    """Keeps nothing for the way back but the angles."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -61,6 +68,10 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turn(heads: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    if heads.is_cuda and _has_triton():
+        from landfall.sft.model.rotary_kernel import turn_heads
+
+        return turn_heads(heads, cos, sin, direction)
     if heads.is_cpu and heads.dtype == torch.bfloat16:  # twice as fast by way of float32
         return _turn(heads.float(), cos, sin, direction).to(heads.dtype)
     turned = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
