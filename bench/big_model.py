@@ -24,7 +24,12 @@ ROW_TOKENS, IMAGE_TOKENS, SIDE = 2048, 1600, 1280
 
 def config_4b(tiny: Qwen3VLConfig, num_layers: int) -> Qwen3VLConfig:
     """Qwen3-VL-4B's configuration, with the demo tokenizer's ids for the special tokens."""
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 5e6,
+        "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    }
     return Qwen3VLConfig(
         text_config={
             "vocab_size": 151936,
@@ -92,7 +97,9 @@ def make_data(folder: Path, model: Path, num_rows: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--rows", type=int, default=256)

@@ -40,7 +40,9 @@ def reported_flags(folder: Path, save: Path, steps: int, micro_batch_size: int, 
         --max_length 4096 --num_workers 4 --dataset_num_proc 8 --log_interval 1""".split()
 
 
-def train(arguments: argparse.Namespace, flags: list[str], ranks: int, *, fill: bool, kill_after: str = "") -> Watched:
+def train(
+    arguments: argparse.Namespace, flags: list[str], ranks: int, *, fill: bool, kill_after: str = ""
+) -> Watched:
     """One run of ``landfall sft``; fills the card once training is under way, kills it after a line if asked."""
     filler: list[subprocess.Popen[bytes]] = []
 
@@ -74,7 +76,9 @@ def entries(run_folder: Path) -> list[dict[str, Any]]:
 def model_flops(num_tokens: float, num_rows: float, layers: int) -> float:
     """6 x parameters x tokens for both towers and the causal half of attention (facts: as the anchor counts)."""
     language, vision = 4.022e9 * layers / 36 + 0.389e9 * (1 - layers / 36), 0.415e9
-    return 6 * language * num_tokens + 6 * vision * num_rows * 6400 + 6 * layers * 32 * 128 * num_rows * 2048**2
+    return (
+        6 * language * num_tokens + 6 * vision * num_rows * 6400 + 6 * layers * 32 * 128 * num_rows * 2048**2
+    )
 
 
 def check_export(checkpoint: Path) -> str:
@@ -93,13 +97,17 @@ def check_export(checkpoint: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--micro_batch_size", type=int, default=16)
-    parser.add_argument("--optimizer", action="store_true", help="save the optimizer, kill the run, resume it")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="save the optimizer, kill the run, resume it"
+    )
     parser.add_argument("--out", type=Path, default=Path())
     arguments = parser.parse_args()
     save = arguments.folder / "输出"
@@ -115,7 +123,9 @@ def main() -> None:
     steady = log[2 : arguments.steps // 2]
     tokens_per_s = sum(e["tokens_per_s"] for e in steady) / len(steady)
     flops = model_flops(tokens_per_s, tokens_per_s / 2048, arguments.layers)
-    report["speed"] = f"{tokens_per_s:,.0f} tokens/s, MFU {flops / PEAK_FLOPS:.1%}, peak {log[-1]['memory(GiB)']} GiB"
+    report["speed"] = (
+        f"{tokens_per_s:,.0f} tokens/s, MFU {flops / PEAK_FLOPS:.1%}, peak {log[-1]['memory(GiB)']} GiB"
+    )
     report["saved"] = [line for line in first.lines if line.startswith("saved ") or "NOT SAVED" in line]
     verified = subprocess.run([*LANDFALL, "verify", str(checkpoint)], capture_output=True, text=True)
     report["verify"] = verified.stdout.strip() + verified.stderr.strip()
@@ -124,7 +134,9 @@ def main() -> None:
     if arguments.optimizer:
         middle = run_folder / f"checkpoint-{arguments.steps // 2}"
         resume = [*flags, "--finetune", "false", "--load", str(middle)]
-        killed = train(arguments, resume, arguments.ranks, fill=False, kill_after=rf"step {arguments.steps - 1}/")
+        killed = train(
+            arguments, resume, arguments.ranks, fill=False, kill_after=rf"step {arguments.steps - 1}/"
+        )
         again = train(arguments, resume, arguments.ranks, fill=False)
         resumed = [e for e in entries(sorted(save.glob("v*"))[-1]) if "loss" in e]
         same = all(a["loss"] == b["loss"] for a, b in zip(log[arguments.steps // 2 :], resumed, strict=False))
@@ -136,7 +148,11 @@ def main() -> None:
     name = arguments.out / f"reported_run_{arguments.layers}_layers_{arguments.ranks}_ranks"
     plot(runs, name.with_suffix(".png"), "The reported run on one GPU")
     name.with_suffix(".json").write_text(json.dumps(report, indent=1))
-    print(json.dumps({key: value for key, value in report.items() if key != "log"}, indent=1, ensure_ascii=False))
+    print(
+        json.dumps(
+            {key: value for key, value in report.items() if key != "log"}, indent=1, ensure_ascii=False
+        )
+    )
 
 
 if __name__ == "__main__":

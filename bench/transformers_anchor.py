@@ -36,7 +36,9 @@ def batch(config: Qwen3VLConfig, num_rows: int) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--steps", type=int, default=4)

@@ -46,7 +46,11 @@ def watch(
     """Run ``command`` to its end; ``on_line`` sees each line of output as it comes."""
     watched, started = Watched(), time.monotonic()
     process = subprocess.Popen(
-        command, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     done = threading.Event()
     sampler = threading.Thread(target=_sample, args=(process.pid, watched, started, period_s, done))
@@ -103,7 +107,9 @@ def plot(runs: dict[str, Watched], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(runs), figsize=(7 * len(runs), 7), squeeze=False, sharex="col", sharey="row")
+    figure, axes = plt.subplots(
+        2, len(runs), figsize=(7 * len(runs), 7), squeeze=False, sharex="col", sharey="row"
+    )
     for column, (name, run) in enumerate(runs.items()):
         times = [sample[0] for sample in run.samples]
         for row, what in enumerate(("device memory used, GiB", "host memory resident, GiB")):
@@ -112,7 +118,9 @@ def plot(runs: dict[str, Watched], path: Path, title: str) -> None:
             axis.set_ylabel(what if column == 0 else "")
             axis.grid(alpha=0.3)
             for at, mark in run.marks:
-                axis.axvline(at, color="tab:red" if "error" in mark or "not" in mark else "tab:gray", alpha=0.5)
+                axis.axvline(
+                    at, color="tab:red" if "error" in mark or "not" in mark else "tab:gray", alpha=0.5
+                )
                 if row == 0:
                     axis.text(at, axis.get_ylim()[1], mark, rotation=90, va="top", fontsize=7)
         axes[0][column].set_title(name)

@@ -12,7 +12,9 @@ class LandfallError(Exception):
 
     exit_code = 1
 
-    def __init__(self, what: str, *, where: str = "", got: str = "", expected: str = "", do: str = "") -> None:
+    def __init__(
+        self, what: str, *, where: str = "", got: str = "", expected: str = "", do: str = ""
+    ) -> None:
         self.what, self.where, self.got, self.expected, self.do = what, where, got, expected, do
         facts = [("where", where), ("got", got), ("expected", expected), ("do", do)]
         super().__init__("\n".join([what] + [f"  {name}: {fact}" for name, fact in facts if fact]))

@@ -40,7 +40,11 @@ def test_box_of_a_tensor_is_loaded_from_every_source(
         "stock reader": lambda: (StockCheckpoint(LocalStore(folder), "iter_0000005/"), TORCH_DIST),
         "hugging face reader": lambda: (HuggingFaceFolder(folder), SAFETENSORS),
     }[kind]()
-    boxes = {"embedding": Box((700, 100), (150, 37)), "layers": Box((1, 3, 0), (2, 30, 64)), "norm": Box((5,), (9,))}
+    boxes = {
+        "embedding": Box((700, 100), (150, 37)),
+        "layers": Box((1, 3, 0), (2, 30, 64)),
+        "norm": Box((5,), (9,)),
+    }
     wanted = [
         Shard(key, tuple(state[key].shape), box, torch.zeros(box.sizes, dtype=state[key].dtype), (0,))
         for key, box in boxes.items()
@@ -73,14 +77,26 @@ def flat_shards(tensor: torch.Tensor, start: int, end: int) -> list[Shard]:
     flat, shards = tensor.view(-1)[start:end], []
     position = 0
     for box in boxes_of_flat_range(tuple(tensor.shape), start, end):
-        shards.append(Shard("w", tuple(tensor.shape), box, flat[position : position + box.num_elements].view(box.sizes), (0,)))
+        shards.append(
+            Shard(
+                "w",
+                tuple(tensor.shape),
+                box,
+                flat[position : position + box.num_elements].view(box.sizes),
+                (0,),
+            )
+        )
         position += box.num_elements
     assert position == end - start and len(shards) <= 2 * tensor.dim() - 1
     return shards
 
 
 def test_stock_dcp_checkpoint_is_loaded_bit_for_bit(tmp_path: Path) -> None:
-    state = {"a": torch.randn(50, 60), "turned": torch.randn(20, 30).t(), "b": torch.randn(7).to(torch.bfloat16)}
+    state = {
+        "a": torch.randn(50, 60),
+        "turned": torch.randn(20, 30).t(),
+        "b": torch.randn(7).to(torch.bfloat16),
+    }
     dcp.save(state, checkpoint_id=tmp_path / "stock", no_dist=True)
     found = {key: torch.zeros(t.shape, dtype=t.dtype) for key, t in state.items()}
     load(shards_of(found), StockCheckpoint(LocalStore(tmp_path / "stock")), TORCH_DIST)
@@ -91,7 +107,11 @@ def test_stock_dcp_checkpoint_is_loaded_bit_for_bit(tmp_path: Path) -> None:
 def test_other_dtype_is_cast_on_load(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     folder, state = saved
     into = torch.zeros(900, 1200, dtype=torch.bfloat16)
-    load([Shard("embedding", (900, 1200), whole((900, 1200)), into, (0,))], Checkpoint(LocalStore(folder)), TORCH_DIST)
+    load(
+        [Shard("embedding", (900, 1200), whole((900, 1200)), into, (0,))],
+        Checkpoint(LocalStore(folder)),
+        TORCH_DIST,
+    )
     assert torch.equal(into, state["embedding"].to(torch.bfloat16))
 
 
@@ -113,7 +133,11 @@ def test_partial_load_reads_only_the_chunks_it_touches(tmp_path: Path, session: 
     state = {f"w{i}": torch.randn(1024, 1024) for i in range(8)}  # 4 MiB each
     save(Contents(TorchDist(shards_of(state), [], object_bytes({}))), LocalStore(tmp_path), session, step=1)
     into = torch.zeros(10, 1024)
-    report = load([Shard("w5", (1024, 1024), Box((500, 0), (10, 1024)), into, (0,))], Checkpoint(LocalStore(tmp_path)), TORCH_DIST)
+    report = load(
+        [Shard("w5", (1024, 1024), Box((500, 0), (10, 1024)), into, (0,))],
+        Checkpoint(LocalStore(tmp_path)),
+        TORCH_DIST,
+    )
     assert torch.equal(into, state["w5"][500:510])
     assert report.num_bytes_read <= 2 * CHUNK_BYTES
 

@@ -15,7 +15,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "size"), [((1, 32), 128), ((32,), 64), ((1, 3), 72), ((5,), 16)])
-def test_kernel_equals_plain_rotation_both_ways(heads: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+def test_kernel_equals_plain_rotation_both_ways(
+    heads: tuple[int, ...], size: int, dtype: torch.dtype
+) -> None:
     draw = torch.Generator().manual_seed(0)
     angles = torch.randn(77, *(1 for _ in heads), size // 2, generator=draw)
     joined = torch.randn(77, *heads[:-1], heads[-1] + 3, size, generator=draw).to(dtype)

@@ -96,7 +96,9 @@ def load_ours(job: Job, source: Any) -> None:
     shards = describe.model_shards(description, to_save=False)
     shards += describe.optimizer_shards(job.optimizer, description, to_save=False)
     load(shards, source, TORCH_DIST)
-    data = source.read_common() if isinstance(source, StockCheckpoint) else source.read_file(torch_dist.COMMON)
+    data = (
+        source.read_common() if isinstance(source, StockCheckpoint) else source.read_file(torch_dist.COMMON)
+    )
     common = load_object(data, source.place)
     describe.restore_optimizer_common(job.optimizer, common["optimizer"])
     job.scheduler.load_state_dict(common["opt_param_scheduler"])
@@ -107,7 +109,12 @@ def stock_state(job: Job, kind: str, is_loading: bool) -> dict[str, Any]:
     metadata = {**METADATA, "distrib_optim_sharding_type": kind, "dp_cp_group": group}
     model = job.model.sharded_state_dict(metadata=metadata)
     optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
-    return {"model": model, "optimizer": optimizer, "opt_param_scheduler": job.scheduler.state_dict(), "iteration": 0}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "opt_param_scheduler": job.scheduler.state_dict(),
+        "iteration": 0,
+    }
 
 
 def save_stock(job: Job, folder: Path, kind: str = "fully_reshardable") -> None:

@@ -55,7 +55,9 @@ def load_stock_on(folder: str, bf16: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(2, 1), (1, 2), (3, 2)])
-def test_our_checkpoint_is_resharded_by_stock_megatron_core(tmp_path: Path, writers: int, readers: int) -> None:
+def test_our_checkpoint_is_resharded_by_stock_megatron_core(
+    tmp_path: Path, writers: int, readers: int
+) -> None:
     folder = str(tmp_path / "ours")
     saved = run_ranks(save_ours_on_any, writers, folder)
     for found in run_ranks(load_stock_on, readers, folder, False):
@@ -97,7 +99,11 @@ def test_our_checkpoint_is_loaded_by_plain_torch_dcp(tmp_path: Path) -> None:
     from landfall.engine.load import load
     from landfall.format.shards import Shard, whole
 
-    load([Shard(k, tuple(t.shape), whole(tuple(t.shape)), t, (0,)) for k, t in again.items()], checkpoint, "torch_dist")
+    load(
+        [Shard(k, tuple(t.shape), whole(tuple(t.shape)), t, (0,)) for k, t in again.items()],
+        checkpoint,
+        "torch_dist",
+    )
     assert_same(found, again)
     assert any(key.startswith(describe.OPTIMIZER_PREFIX) and t.any() for key, t in found.items())
 
@@ -123,7 +129,9 @@ def save_and_go_on(folder: str, saved_state: str) -> None:
 
 @pytest.mark.case("b02")
 @pytest.mark.parametrize("readers", [1, 4])
-def test_optimizer_saved_on_two_ranks_goes_on_with_other_numbers_of_ranks(tmp_path: Path, readers: int) -> None:
+def test_optimizer_saved_on_two_ranks_goes_on_with_other_numbers_of_ranks(
+    tmp_path: Path, readers: int
+) -> None:
     folder, losses = str(tmp_path / "ours"), str(tmp_path / "losses.pt")
     run_ranks(save_and_go_on, 2, folder, losses)
     run_ranks(reshard_ours, readers, folder, losses)

@@ -41,7 +41,9 @@ def test_put_that_fails_leaves_the_old_file_and_no_temporary(
     assert [p.name for p in tmp_path.iterdir()] == ["m.json"]
 
 
-def test_every_created_folder_is_synced_in_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_created_folder_is_synced_in_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = []
     real = os.fsync
 

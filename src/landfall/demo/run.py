@@ -56,7 +56,9 @@ def _ask(checkpoint: Path, paths: DemoPaths) -> float:
     score = answer(checkpoint, paths.test_jsonl)
     for sample in score.samples:
         print(f"      {sample}")
-    verdict = "good" if score.share >= PASSING_SHARE else f"less than the {PASSING_SHARE:.0%} that were expected"
+    verdict = (
+        "good" if score.share >= PASSING_SHARE else f"less than the {PASSING_SHARE:.0%} that were expected"
+    )
     print(f"      {score.right} of {score.total} right ({score.share:.1%}): {verdict}")
     return score.share
 

@@ -49,7 +49,9 @@ class Checkpoint:
         self.store = store
         self.place = store.describe()
         self.manifest = _read_manifest(store)
-        self.indexes = [_read_index(store, self.manifest, position) for position in range(len(self.manifest.writers))]
+        self.indexes = [
+            _read_index(store, self.manifest, position) for position in range(len(self.manifest.writers))
+        ]
         self._extents: dict[str, list[Extent]] = defaultdict(list)
         for extent in self.extents():
             if extent.length:  # an empty tensor begins where the next one does
@@ -80,7 +82,9 @@ class Checkpoint:
         extents = self._extents.get(file, [])
         at = bisect.bisect_right(extents, offset, key=lambda extent: extent.offset) - 1
         if at < 0 or offset >= extents[at].offset + extents[at].length:
-            raise DamagedError("The index points outside of what was written", where=f"{file}, offset {offset}")
+            raise DamagedError(
+                "The index points outside of what was written", where=f"{file}, offset {offset}"
+            )
         extent = extents[at]
         number = (offset - extent.offset) // CHUNK_BYTES
         start = number * CHUNK_BYTES
@@ -138,7 +142,9 @@ def _read_manifest(store: Store) -> Manifest:
             do="name a checkpoint-N folder, or the folder that holds them",
         )
     if size > LIMIT_BYTES:
-        raise DamagedError("The manifest is too long to be one", where=store.describe(NAME), got=f"{size:,} bytes")
+        raise DamagedError(
+            "The manifest is too long to be one", where=store.describe(NAME), got=f"{size:,} bytes"
+        )
     return decode_manifest(store.read(NAME), store.describe(NAME))
 
 

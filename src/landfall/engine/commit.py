@@ -21,9 +21,7 @@ _SAVE_ID = re.compile(r"\.(lf[a-z0-9]+-\d+)(\.distcp|\.index)?$")
 """Every file that is not yet published, or never will be, carries its save_id here."""
 
 
-def commit(
-    contents: Contents, store: Store, save_id: str, writers: list[Writer], *, step: int
-) -> Manifest:
+def commit(contents: Contents, store: Store, save_id: str, writers: list[Writer], *, step: int) -> Manifest:
     """Make a save that every rank has written the committed content of its folder.
 
     The steps are in this order for the sake of a kill between any two: everything durable, then published
@@ -39,7 +37,9 @@ def commit(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         world_size=len(writers),
         writers=[*writers, metadata_writer],
-        published=sorted({extent.file for index in indexes for extent in index.extents if _is_fixed(extent.file)}),
+        published=sorted(
+            {extent.file for index in indexes for extent in index.extents if _is_fixed(extent.file)}
+        ),
         content=_content(contents, indexes),
         landfall=__version__,
     )

@@ -36,7 +36,9 @@ class Safetensors:
     @cached_property
     def places(self) -> dict[str, tuple[str, int]]:
         """Tensor name -> its file and where its bytes begin there."""
-        return {name: (file.name, entry.start) for file in self.plan.files for name, entry in file.entries.items()}
+        return {
+            name: (file.name, entry.start) for file in self.plan.files for name, entry in file.entries.items()
+        }
 
     def place(self, shard: Shard) -> tuple[str, int]:
         """File and offset of a row block; raises ValueError for a box that is not whole rows."""

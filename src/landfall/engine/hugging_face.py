@@ -31,7 +31,12 @@ class HuggingFaceFolder:
         return {
             name: [
                 TensorRecord(
-                    name, dtype_name(to_torch_dtype(entry.dtype)), entry.shape, whole(entry.shape), entry.file, entry.start
+                    name,
+                    dtype_name(to_torch_dtype(entry.dtype)),
+                    entry.shape,
+                    whole(entry.shape),
+                    entry.file,
+                    entry.start,
                 )
             ]
             for name, entry in self._entries.items()

@@ -108,7 +108,8 @@ def _batches(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
 
 
 def _load_batch(batch: list[Shard], records: dict[str, list[TensorRecord]], source: Source) -> int:
-    targets, runs = [], []
+    targets: list[tuple[Shard, torch.Tensor]] = []
+    runs: list[_Run] = []
     for shard in batch:
         host = _host_target(shard, dtype_of(records[shard.key][0].dtype))
         targets.append((shard, host))

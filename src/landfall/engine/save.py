@@ -98,7 +98,11 @@ def _write_torch_dist(
     shards = my_share(part.shards, session.rank)
     objects = my_share(part.objects, session.rank)
     if session.rank == 0:
-        files.put(staged_name(part.folder + torch_dist.COMMON, save_id), part.folder + torch_dist.COMMON, part.common)
+        files.put(
+            staged_name(part.folder + torch_dist.COMMON, save_id),
+            part.folder + torch_dist.COMMON,
+            part.common,
+        )
     if not shards and not objects:
         return [], []
     name = f"{part.folder}__{session.rank}_0.{save_id}{torch_dist.SUFFIX}"

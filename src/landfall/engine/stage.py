@@ -38,7 +38,9 @@ class Stager:
             return
         yield from self._from_device(tensors, self._stream)
 
-    def _from_device(self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream) -> Iterator[memoryview]:
+    def _from_device(
+        self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream
+    ) -> Iterator[memoryview]:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         events = [torch.cuda.Event() for _ in self._buffers]
         previous: tuple[int, int] | None = None
@@ -56,7 +58,7 @@ class Stager:
     def _filled(self, piece: tuple[int, int], events: list[torch.cuda.Event]) -> memoryview:
         slot, num_bytes = piece
         events[slot].synchronize()
-        return memoryview(self._buffers[slot].numpy())[:num_bytes]
+        return memoryview(self._buffers[slot].numpy().data)[:num_bytes]
 
     def _bounded_runs(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         limit = self._buffers[0].numel()
@@ -79,7 +81,7 @@ def contiguous_runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor, as writable bytes."""
-    return memoryview(_flat_bytes(tensor).numpy())
+    return memoryview(_flat_bytes(tensor).numpy().data)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,9 @@ class StockCheckpoint:
         size = store.size(name)
         if size is None:
             expected = f"a folder with {torch_dist.METADATA}"
-            raise NoCheckpointError("There is no torch_dist checkpoint here", where=self.place, expected=expected)
+            raise NoCheckpointError(
+                "There is no torch_dist checkpoint here", where=self.place, expected=expected
+            )
         if size > METADATA_LIMIT_BYTES:
             raise DamagedError("The metadata is too long", where=store.describe(name), got=f"{size:,} bytes")
         self._metadata = read_metadata(store.read(name), store.describe(name), folder)
@@ -57,7 +59,9 @@ class StockCheckpoint:
     def chunk_of(self, file: str, offset: int) -> Chunk:
         size = len(self._rewritten[file]) if file in self._rewritten else self.store.size(file)
         if size is None or offset >= size:
-            raise DamagedError("A record lies outside of its file", where=f"{self.place}/{file}, offset {offset}")
+            raise DamagedError(
+                "A record lies outside of its file", where=f"{self.place}/{file}, offset {offset}"
+            )
         start = offset // CHUNK_BYTES * CHUNK_BYTES
         return Chunk(file, start, min(CHUNK_BYTES, size - start))
 
@@ -73,7 +77,10 @@ class StockCheckpoint:
         start, length = record.frame
         place = f"{self.store.describe(record.file)}, offset {start}, tensor {record.key}"
         payload = find_payload(
-            lambda offset, size: self._read(record.file, start + offset, size, record.key), length, record, place
+            lambda offset, size: self._read(record.file, start + offset, size, record.key),
+            length,
+            record,
+            place,
         )
         if payload.is_row_major:
             return _at(record, record.file, start + payload.offset)

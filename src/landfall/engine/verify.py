@@ -74,7 +74,9 @@ def verify(path: str | os.PathLike[str] | Store) -> Report:
     return report
 
 
-def _check_extent(checkpoint: Checkpoint, extent: Extent, names: dict[str, list[tuple[int, str]]]) -> list[str]:
+def _check_extent(
+    checkpoint: Checkpoint, extent: Extent, names: dict[str, list[tuple[int, str]]]
+) -> list[str]:
     faults = []
     buffer = memoryview(bytearray(min(CHUNK_BYTES, extent.length)))
     for number, expected in enumerate(extent.digests):

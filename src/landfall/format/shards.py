@@ -39,7 +39,7 @@ class Box(msgspec.Struct, frozen=True, array_like=True, order=True):
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether the box lies inside a tensor of ``shape``."""
         return len(shape) == len(self.offsets) == len(self.sizes) and all(
-            0 <= offset and 0 <= size and offset + size <= length
+            offset >= 0 and size >= 0 and offset + size <= length
             for offset, size, length in zip(self.offsets, self.sizes, shape, strict=True)
         )
 

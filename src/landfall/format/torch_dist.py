@@ -17,6 +17,7 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import IO, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -56,7 +57,7 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
     """
     sink = _Sink()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), sink)
+        torch.save(torch.empty(shape, dtype=dtype), cast(IO[bytes], sink))
     return sink.frame()
 
 
@@ -104,7 +105,7 @@ def metadata_bytes(tensors: Iterable[TensorRecord], objects: Iterable[ObjectReco
     by_key: dict[str, list[TensorRecord]] = defaultdict(list)
     for record in tensors:
         by_key[record.key].append(record)
-    state: dict[str, object] = {}
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for key, records in by_key.items():
         state[key] = TensorStorageMetadata(

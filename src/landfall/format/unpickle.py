@@ -90,7 +90,9 @@ def read_metadata(data: bytes, place: str, folder: str = "") -> StockMetadata:
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, dcp_metadata.Metadata):
-            raise DamagedError("This is not the metadata of a checkpoint", where=place, got=str(type(metadata)))
+            raise DamagedError(
+                "This is not the metadata of a checkpoint", where=place, got=str(type(metadata))
+            )
         return _to_records(metadata, folder)
     except HostileFileError as error:
         raise HostileFileError(error.what, where=place, got=error.got, do=error.do) from error
@@ -133,7 +135,9 @@ class Payload:
     """False when the tensor was saved with other strides; then only torch.load reads it rightly."""
 
 
-def find_payload(read_at: Callable[[int, int], bytes], length: int, record: TensorRecord, place: str) -> Payload:
+def find_payload(
+    read_at: Callable[[int, int], bytes], length: int, record: TensorRecord, place: str
+) -> Payload:
     """Look into a ``torch.save`` record without loading it; ``read_at(offset, n)`` reads within the record."""
     try:
         with zipfile.ZipFile(_Window(read_at, length)) as archive:
@@ -153,7 +157,9 @@ def find_payload(read_at: Callable[[int, int], bytes], length: int, record: Tens
     strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
     dense = all(got == want or n == 1 for got, want, n in zip(stride, strides, size, strict=True))
     whole = info.file_size == math.prod(size) * getattr(torch, dtype).itemsize
-    return Payload(info.header_offset + 30 + name_bytes + extra_bytes, info.file_size, dense and whole and not start)
+    return Payload(
+        info.header_offset + 30 + name_bytes + extra_bytes, info.file_size, dense and whole and not start
+    )
 
 
 _STORAGES = {
@@ -234,6 +240,8 @@ def load_object(data: bytes, place: str) -> Any:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).split("\n")[0]
-        raise HostileFileError("An object asks for more than plain values", where=place, got=reason) from error
+        raise HostileFileError(
+            "An object asks for more than plain values", where=place, got=reason
+        ) from error
     except (RuntimeError, *_ERRORS) as error:
         raise DamagedError("An object can't be read", where=place, got=str(error).split("\n")[0]) from error

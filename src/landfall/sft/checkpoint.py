@@ -191,7 +191,7 @@ def _position(common: dict[str, Any], config: SftConfig) -> Position:
 
 
 def load_weights(folder: Path, model: torch.nn.Module, names: Qwen3VLNames) -> None:
-    """Fill a model from a Hugging Face folder; each rank reads what it holds. UsageError if it is another's."""
+    """Fill a model from a Hugging Face folder; each rank reads what it holds. UsageError if it does not fit."""
     shards = describe.hugging_face_shards(model, names.pieces, (0,))
     with _fitting():
         load(shards, HuggingFaceFolder(folder), SAFETENSORS)

@@ -107,11 +107,15 @@ def _save(run: Run, is_last: bool) -> None:
     step, folder = run.position.step, run.folder / f"checkpoint-{run.position.step}"
     started = time.monotonic()
     try:
-        manifest = save_checkpoint(run.trained, folder, run.config, run.runtime, run.position, run.model_files)
+        manifest = save_checkpoint(
+            run.trained, folder, run.config, run.runtime, run.position, run.model_files
+        )
     except SaveError as error:
         if is_last:
             raise
-        run.report.say(f"NOT SAVED at step {step}; training goes on and saves again at the next interval.\n{error}")
+        run.report.say(
+            f"NOT SAVED at step {step}; training goes on and saves again at the next interval.\n{error}"
+        )
         return
     seconds = time.monotonic() - started
     run.report.say(f"saved {folder}: {manifest.num_bytes:,} bytes in {seconds:.2f} s")

@@ -37,9 +37,15 @@ def rehearse(folder: Path, trained: Trained, config: SftConfig, runtime: Runtime
     everyones = torch.zeros(shape)
     try:
         save(Contents(TorchDist([mine], [], object_bytes({}))), LocalStore(place), runtime.session, step=0)
-        load([Shard("rehearsal", shape, whole(shape), everyones, (0,))], Checkpoint(LocalStore(place)), TORCH_DIST)
+        load(
+            [Shard("rehearsal", shape, whole(shape), everyones, (0,))],
+            Checkpoint(LocalStore(place)),
+            TORCH_DIST,
+        )
     except (SaveError, CheckpointError) as error:
-        raise UsageError(f"A rehearsal of the save failed: checkpoints could not be saved.\n{error}") from error
+        raise UsageError(
+            f"A rehearsal of the save failed: checkpoints could not be saved.\n{error}"
+        ) from error
     if not torch.equal(everyones[:, 0], torch.arange(runtime.world_size).float()):
         raise UsageError("A rehearsal of the save read back other numbers than were saved", where=str(place))
     if runtime.rank == 0:

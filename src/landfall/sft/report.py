@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from landfall.sft.config import Resolved, SftConfig
 
@@ -71,7 +78,9 @@ class Report:
     def evaluation(self, step: int, loss: float, num_tokens: int) -> None:
         """The validation loss after ``step``."""
         if self.is_on:
-            self._write({"eval_loss": loss, "eval_tokens": num_tokens, "iteration": f"{step}/{self._num_steps}"}, step)
+            self._write(
+                {"eval_loss": loss, "eval_tokens": num_tokens, "iteration": f"{step}/{self._num_steps}"}, step
+            )
             self.say(f"evaluation after step {step}: loss {loss:.4f} over {num_tokens:,} tokens")
 
     def close(self) -> None:
@@ -104,7 +113,9 @@ def show_configuration(resolved: Resolved, console: Console | None = None) -> No
     console.print("configuration (value, where it comes from):", markup=False)
     for row in given:
         console.print(f"  {row.name:<{width}}  {_shown(row.value)}  ({row.source})", markup=False)
-    console.print("  defaults: " + ", ".join(f"{row.name}={_shown(row.value)}" for row in defaults), markup=False)
+    console.print(
+        "  defaults: " + ", ".join(f"{row.name}={_shown(row.value)}" for row in defaults), markup=False
+    )
     for note in resolved.notes:
         console.print(f"  note: {note}", markup=False)
 

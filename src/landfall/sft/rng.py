@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -33,7 +33,7 @@ def object_shards(name: str, replicas: tuple[int, ...]) -> list[ObjectShard]:
 
 def capture() -> dict[str, Any]:
     """All states as plain values and CPU tensors, so that a reader needs no unsafe unpickling."""
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    kind, keys, position, has_gauss, gauss = cast(tuple[Any, ...], numpy.random.get_state())
     states: dict[str, Any] = {
         "random_rng_state": random.getstate(),
         "np_rng_state": (kind, keys.tolist(), position, has_gauss, gauss),

@@ -103,9 +103,7 @@ def prepare_run(resolved: Resolved, model_folder: Path, runtime: Runtime) -> Run
         report = Report(config, folder, num_steps, position.step, runtime.rank == 0)
     _introduce(report, folder, data, position, num_steps, loaded)
     stream = Stream(len(data.train), position.epoch_rows, config.global_batch_size, config.seed)
-    return Run(
-        config, runtime, folder, model_files, data, trained, ddp, stream, position, num_steps, report
-    )
+    return Run(config, runtime, folder, model_files, data, trained, ddp, stream, position, num_steps, report)
 
 
 def _prepare_data(config: SftConfig, model_folder: Path, together: Together) -> Prepared:
@@ -245,7 +243,9 @@ def _read_model_files(model_folder: Path, resolved: Resolved) -> dict[str, bytes
     for part in (config, config["text_config"], config["vision_config"]):
         part.update({name: dtype for name in ("dtype", "torch_dtype") if name in part})
     files["config.json"] = _json(config)
-    versions = {"landfall": __version__} | {name: version(name) for name in ("torch", "megatron-core", "transformers")}
+    versions = {"landfall": __version__} | {
+        name: version(name) for name in ("torch", "megatron-core", "transformers")
+    }
     files["args.json"] = _json({**resolved.to_args_json(), "versions": versions})
     return files
 
@@ -263,7 +263,10 @@ def _write_run_files(folder: Path, data: Prepared, model_files: dict[str, bytes]
 def _introduce(
     report: Report, folder: Path, data: Prepared, position: Position, num_steps: int, loaded: Loaded | None
 ) -> None:
-    for line in [*data.report.lines(), *(f"skipped {skipped}" for skipped in (loaded.skipped if loaded else []))]:
+    for line in [
+        *data.report.lines(),
+        *(f"skipped {skipped}" for skipped in (loaded.skipped if loaded else [])),
+    ]:
         report.say(line)
     begins = f"goes on after step {position.step}" if position.step else "begins"
     source = f" from {loaded.place}" if loaded else ""

@@ -91,7 +91,9 @@ def test_fewer_rows_than_one_step_takes_are_refused(epochs: int) -> None:
 
 
 @pytest.mark.parametrize(("micro_batch_size", "global_batch_size"), [(2, 12), (2, 0), (0, 8)])
-def test_batch_sizes_that_do_not_go_together_are_refused(micro_batch_size: int, global_batch_size: int) -> None:
+def test_batch_sizes_that_do_not_go_together_are_refused(
+    micro_batch_size: int, global_batch_size: int
+) -> None:
     with pytest.raises(UsageError, match="must be a multiple of micro_batch_size"):
         check_batch_sizes(micro_batch_size, 4, global_batch_size)
 

@@ -64,7 +64,7 @@ class ModelDescription:
     """The global ranks that hold the same model slice as this one: the data-parallel group."""
 
 
-def describe_model(model: torch.nn.Module) -> ModelDescription:
+def describe_model(model: Any) -> ModelDescription:
     """Describe a megatron-core module (not wrapped in DDP). Any rank, alone; nothing is copied."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     replicas = tuple(sorted(torch.distributed.get_process_group_ranks(group)))
@@ -99,7 +99,7 @@ def optimizer_shards(optimizer: Any, description: ModelDescription, *, to_save: 
     """
     pieces = {described.parameter: described.pieces for described in description.parameters}
     rank = torch.distributed.get_rank()
-    shards = []
+    shards: list[Shard] = []
     for parameter, start, state in _owned_ranges(optimizer):
         for name in STATES:
             flat = state[name].detach().view(-1)
@@ -124,7 +124,9 @@ def restore_optimizer_common(optimizer: Any, saved: dict[Any, Any]) -> None:
     found = distributed_optimizers(optimizer)
     for number, inner in enumerate(found):
         state = saved if len(found) == 1 else saved[number]
-        inner.load_state_dict({key: value for key, value in state.items() if not key.startswith("param_state")})
+        inner.load_state_dict(
+            {key: value for key, value in state.items() if not key.startswith("param_state")}
+        )
 
 
 def hugging_face_shards(
@@ -139,9 +141,7 @@ def hugging_face_shards(
     for name, parameter in model.named_parameters():
         for piece in pieces_of(name):
             data = parameter.detach()[piece.row : piece.row + piece.num_rows].view(-1, *piece.hf_shape[1:])
-            box = Box(
-                (piece.hf_row, *(0 for _ in piece.hf_shape[1:])), (piece.num_rows, *piece.hf_shape[1:])
-            )
+            box = Box((piece.hf_row, *(0 for _ in piece.hf_shape[1:])), (piece.num_rows, *piece.hf_shape[1:]))
             shards.append(Shard(piece.hf_name, tuple(piece.hf_shape), box, data, replicas))
     return shards
 

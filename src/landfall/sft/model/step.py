@@ -150,5 +150,7 @@ def _over_all_ranks(
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         dist.broadcast(sums, last, group=parallel_state.get_pipeline_model_parallel_group())
     loss_sum, num_tokens, num_rows, num_input_tokens = sums.tolist()
-    copies = parallel_state.get_context_parallel_world_size()  # of each micro batch, a part of it trained in each
+    copies = (
+        parallel_state.get_context_parallel_world_size()
+    )  # of each micro batch, a part of it trained in each
     return _Total(loss_sum, round(num_tokens), round(num_rows) // copies, round(num_input_tokens) // copies)
