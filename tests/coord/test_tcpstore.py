@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from landfall.coord import tcpstore
+from landfall.coord import meeting, tcpstore
 from landfall.coord.base import StoreLostError
 from landfall.coord.tcpstore import PART_BYTES, TCPStoreCoordinator
 from landfall.errors import DeadlineError, LandfallError, UsageError
@@ -270,6 +272,27 @@ def test_another_server_on_the_published_port_is_not_taken_for_ours() -> None:
     stranger = TCPStoreCoordinator.start(0, 2, address=("localhost", port))
     with pytest.raises(LandfallError, match=f"another run \\({stranger.run_id}\\)"):
         TCPStoreCoordinator.start(1, 2, rendezvous=rendezvous, deadline_s=0.5)
+
+
+def test_an_address_that_does_not_answer_leads_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "CONNECT_S", 1.0)
+    port = free_port()
+    first = TCPStoreCoordinator.start(0, 2, address=("localhost", port))
+    rendezvous = HashStore()
+    published = {"run_id": first.run_id, "hosts": ["no-such-host.invalid", "localhost"], "port": port}
+    rendezvous.set("coordinator/1", json.dumps(published))
+    second = TCPStoreCoordinator.start(1, 2, rendezvous=rendezvous, deadline_s=60)
+    second.post("hello", b"from 1")
+    assert first.collect("hello", [1], 30) == {1: b"from 1"}
+
+
+def test_a_master_of_its_own_is_published_and_a_foreign_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert meeting.own_hosts()[0] == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # reserved for documentation: nobody's
+    hosts = meeting.own_hosts()
+    assert "192.0.2.1" not in hosts
+    assert hosts[-1] == socket.gethostname()
 
 
 def test_ranks_outside_the_world_are_refused() -> None:

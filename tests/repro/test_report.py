@@ -56,6 +56,13 @@ def test_a_run_that_was_not_as_expected_says_so_last() -> None:
     assert text.rstrip().splitlines()[-1].startswith("NOT as expected")
 
 
+def test_what_a_load_reads_whose_save_failed_is_told() -> None:
+    told = "Where a save has failed, the load below it reads what the same writer saved before."
+    assert told in shown(outcome(as_reported())) and told in to_markdown(outcome(as_reported()), "x")
+    ours = [result for result in as_reported() if result.step.writer == "landfall"]
+    assert told not in shown(outcome(ours))
+
+
 def test_the_full_card_and_the_race_are_told() -> None:
     text = shown(outcome(as_reported()))
     assert "the driver has 8 MiB left" in text

@@ -21,6 +21,9 @@ CONNECT_S = 15.0
 """How long to try one address. The server looks up the name of whoever connects, and a name server that
 does not answer keeps it (and everybody who talks to it) waiting for 5 or 10 s."""
 
+SETTLE_S = 5.0
+"""How much longer than its limit a client may take to give up connecting: it looks names up meanwhile."""
+
 
 class Connections:
     """As many connections to the server at ``host:port`` as there are threads in a call at the same time.
@@ -50,7 +53,9 @@ class Connections:
             except DistNetworkError:
                 pass  # perhaps only this connection: firewalls forget those that were idle for long
         try:
-            return self._ask(self._open(limit_s), request, until)
+            # A client that can't connect says so soon after its time is up, so let it: one that is left
+            # behind can bring down a process that is about to end.
+            return self._ask(self._open(limit_s), request, until + SETTLE_S)
         except DistNetworkError as error:
             raise self._lost(error) from error
 

@@ -20,9 +20,13 @@ class Stager:
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._buffers: list[torch.Tensor] = []
+        self._events: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)
             self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+            self._events = [torch.cuda.Event() for _ in self._buffers]
+            for event in self._events:
+                event.record(self._stream)  # an event takes its memory when it is first recorded
 
     def pieces(self, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         """The row-major bytes of ``tensors``, one after the other; a piece is valid until the next is taken.
@@ -42,22 +46,21 @@ class Stager:
         self, tensors: Iterable[torch.Tensor], stream: torch.cuda.Stream
     ) -> Iterator[memoryview]:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        events = [torch.cuda.Event() for _ in self._buffers]
         previous: tuple[int, int] | None = None
         for count, run in enumerate(self._bounded_runs(tensors)):
             slot = count % len(self._buffers)
             with torch.cuda.stream(stream):
                 self._buffers[slot][: run.numel()].copy_(run, non_blocking=True)
-                events[slot].record(stream)
+                self._events[slot].record(stream)
             if previous is not None:
-                yield self._filled(previous, events)
+                yield self._filled(previous)
             previous = (slot, run.numel())
         if previous is not None:
-            yield self._filled(previous, events)
+            yield self._filled(previous)
 
-    def _filled(self, piece: tuple[int, int], events: list[torch.cuda.Event]) -> memoryview:
+    def _filled(self, piece: tuple[int, int]) -> memoryview:
         slot, num_bytes = piece
-        events[slot].synchronize()
+        self._events[slot].synchronize()
         return memoryview(self._buffers[slot].numpy().data)[:num_bytes]
 
     def _bounded_runs(self, tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

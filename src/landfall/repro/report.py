@@ -19,6 +19,7 @@ from landfall.repro.words import (
     labels,
     machine,
     race_lines,
+    source_line,
     step_title,
     titles,
     training,
@@ -55,6 +56,8 @@ def to_markdown(outcome: Outcome, command: str) -> str:
     lines += [f"- landfall {__version__}; {training(outcome)}"]
     lines += [f"- {line}" for line in (free_line(outcome), "" if outcome.on_gpu else TRIPWIRE) if line]
     lines += ["", *_table(outcome), ""]
+    if source := source_line(outcome):
+        lines += [source, ""]
     if race := race_lines(outcome):
         lines += [race[0], "", *(f"- {line}" for line in race[1:]), ""]
     lines += ["## Why", "", *(f"{number}. {line}" for number, line in enumerate(cause(outcome), start=1)), ""]

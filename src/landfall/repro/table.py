@@ -19,6 +19,7 @@ from landfall.repro.words import (
     labels,
     machine,
     race_lines,
+    source_line,
     step_title,
     titles,
     training,
@@ -35,6 +36,7 @@ def show(outcome: Outcome, console: Console) -> None:
     if not outcome.on_gpu:
         _tell(console, TRIPWIRE, style="yellow")
     console.print(side_by_side(outcome))
+    _tell(console, source_line(outcome))
     for number, line in enumerate(race_lines(outcome)):
         _tell(console, line, style="" if number else "bold", indent=2 * bool(number))
     _show_trouble(outcome, console)

@@ -165,6 +165,17 @@ def free_line(outcome: Outcome) -> str:
     return f"GPU full: torch's caching allocator holds the card, and the driver has {left} left"
 
 
+def source_line(outcome: Outcome) -> str:
+    """What the loads read whose save had failed; empty if there are none."""
+    by_name = {result.step.name: result for result in outcome.results}
+    loads = [
+        result for result in outcome.results if result.step.action == "load" and not result.ranks("skipped")
+    ]
+    if all(by_name[result.step.name.replace("load", "save")].ok for result in loads):
+        return ""
+    return "Where a save has failed, the load below it reads what the same writer saved before."
+
+
 def race_lines(outcome: Outcome) -> list[str]:
     """A heading, and each writer's smallest and median time; nothing if there was no race."""
     if not outcome.races:
