@@ -52,6 +52,18 @@ class SaveError(LandfallError):
     """A save did not commit; what was committed before is untouched."""
 
 
+class RefusedError(SaveError):
+    """A save that would not be right was refused: trying again changes nothing."""
+
+
+class RanksMissingError(SaveError):
+    """A save did not commit because ranks gave no sign of life in time. ``missing`` are their ranks."""
+
+    def __init__(self, what: str, *, missing: tuple[int, ...] = ()) -> None:
+        self.missing = missing
+        super().__init__(what)
+
+
 class DeadlineError(LandfallError, TimeoutError):
     """Other ranks did not answer in time. ``missing`` are their ranks."""
 

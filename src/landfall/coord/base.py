@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from landfall.errors import DeadlineError
 
@@ -54,6 +54,18 @@ class Coordinator(ABC):
     @abstractmethod
     def drop(self, key: str) -> None:
         """Forget this rank's message under ``key``, if it is there. Whoever still needs it comes too late."""
+
+    @abstractmethod
+    def note(self, key: str, payload: bytes) -> None:
+        """Put up a note for everybody, in place of the one that was there under ``key``, whoever wrote it."""
+
+    @abstractmethod
+    def notes(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Those notes under ``keys`` that are there now. Never waits for one."""
+
+    @abstractmethod
+    def erase(self, keys: Sequence[str]) -> None:
+        """Take notes down; nothing happens where there is none."""
 
     def close(self, deadline_s: float = 30.0) -> tuple[int, ...]:
         """Leave, once and last. The messages go with rank 0, so rank 0 waits until the others have left.

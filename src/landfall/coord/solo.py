@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from landfall.coord.base import Coordinator
 from landfall.errors import DeadlineError
@@ -18,6 +18,7 @@ class SoloCoordinator(Coordinator):
         self.rank, self.world_size = 0, 1
         self.run_id = new_run_id()
         self._messages: dict[str, bytes] = {}
+        self._notes: dict[str, bytes] = {}
         self._posted = threading.Condition()
 
     def post(self, key: str, payload: bytes) -> None:
@@ -41,6 +42,19 @@ class SoloCoordinator(Coordinator):
     def drop(self, key: str) -> None:
         with self._posted:
             self._messages.pop(key, None)
+
+    def note(self, key: str, payload: bytes) -> None:
+        with self._posted:
+            self._notes[key] = bytes(payload)
+
+    def notes(self, keys: Sequence[str]) -> dict[str, bytes]:
+        with self._posted:
+            return {key: self._notes[key] for key in keys if key in self._notes}
+
+    def erase(self, keys: Sequence[str]) -> None:
+        with self._posted:
+            for key in keys:
+                self._notes.pop(key, None)
 
 
 def new_run_id() -> str:

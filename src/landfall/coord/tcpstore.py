@@ -118,6 +118,22 @@ class TCPStoreCoordinator(Coordinator):
         keys += [_part_key(key, self.rank, part + 1) for part in range(self._num_parts.pop(key, 0))]
         self._connections.call(lambda store: [store.delete_key(each) for each in keys], POST_LIMIT_S)
 
+    def note(self, key: str, payload: bytes) -> None:
+        if len(payload) > PART_BYTES:
+            raise ValueError(f"a note of {len(payload):,} bytes; the most is {PART_BYTES:,}")
+        self._set(f"note/{key}", payload)
+
+    def notes(self, keys: Sequence[str]) -> dict[str, bytes]:
+        def request(store: TCPStore) -> dict[str, bytes]:
+            found = _present(store, [f"note/{key}" for key in keys])
+            return dict(zip(found, store.multi_get(found), strict=True)) if found else {}
+
+        answers = self._connections.call(request, POST_LIMIT_S)
+        return {name.removeprefix("note/"): value for name, value in answers.items()}
+
+    def erase(self, keys: Sequence[str]) -> None:
+        self._connections.call(lambda store: [store.delete_key(f"note/{key}") for key in keys], POST_LIMIT_S)
+
     def close(self, deadline_s: float = 30.0) -> tuple[int, ...]:
         try:
             self.post("landfall/left", b"")
@@ -179,3 +195,15 @@ def _missing(store: TCPStore, key: str, ranks: Sequence[int]) -> list[int]:
         return list(ranks)
     middle = len(ranks) // 2
     return _missing(store, key, ranks[:middle]) + _missing(store, key, ranks[middle:])
+
+
+def _present(store: TCPStore, names: Sequence[str]) -> list[str]:
+    """Which of ``names`` have a value: few questions where few are missing."""
+    if not names:
+        return []
+    if len(names) <= BATCH_KEYS and store.check(list(names)):
+        return list(names)
+    if len(names) == 1:
+        return []
+    middle = len(names) // 2
+    return _present(store, names[:middle]) + _present(store, names[middle:])

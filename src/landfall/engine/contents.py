@@ -28,10 +28,15 @@ class TorchDist:
 
 @dataclass(frozen=True)
 class Safetensors:
-    """Weights as Hugging Face reads them. ``plan`` is the same on every rank; keys are its names."""
+    """Weights as Hugging Face reads them. ``plan`` is the same on every rank; keys are its names.
+
+    A shard is whole rows of its tensor, or one column of a matrix that the ranks of each of ``groups`` hold
+    together, in the order of the columns (see engine.columns).
+    """
 
     shards: list[Shard]
     plan: ExportPlan
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def places(self) -> dict[str, tuple[str, int]]:
@@ -40,13 +45,20 @@ class Safetensors:
             name: (file.name, entry.start) for file in self.plan.files for name, entry in file.entries.items()
         }
 
-    def place(self, shard: Shard) -> tuple[str, int]:
-        """File and offset of a row block; raises ValueError for a box that is not whole rows."""
-        if shard.box.sizes[1:] != shard.global_shape[1:]:
-            raise ValueError(f"{shard.key}: only whole rows can be written in place, not {shard.box}")
-        file, start = self.places[shard.key]
-        row_bytes = shard.num_bytes // shard.box.sizes[0] if shard.box.sizes and shard.box.sizes[0] else 0
-        return file, start + (shard.box.offsets[0] * row_bytes if shard.box.offsets else 0)
+    @property
+    def rows(self) -> list[Shard]:
+        """The shards that can be written in place."""
+        return [shard for shard in self.shards if shard.box.sizes[1:] == shard.global_shape[1:]]
+
+    @property
+    def columns(self) -> list[Shard]:
+        """The shards that have to be put together with those of other ranks."""
+        return [shard for shard in self.shards if shard.box.sizes[1:] != shard.global_shape[1:]]
+
+    def place(self, key: str, row: int, row_bytes: int) -> tuple[str, int]:
+        """File and offset where a row of a tensor begins."""
+        file, start = self.places[key]
+        return file, start + row * row_bytes
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import msgspec
 import torch
 
 from landfall.adapters.megatron_core import describe
+from landfall.adapters.megatron_core.hugging_face import hugging_face_shards
+from landfall.adapters.megatron_core.vocabulary import clear_padding, fit_padding
 from landfall.engine.checkpoint import Checkpoint
 from landfall.engine.contents import SAFETENSORS, TORCH_DIST, Contents, Safetensors, TorchDist
 from landfall.engine.hugging_face import HuggingFaceFolder
@@ -26,6 +28,7 @@ from landfall.format import torch_dist
 from landfall.format.hf_folder import plan_export
 from landfall.format.manifest import Manifest
 from landfall.format.safetensors import from_torch_dtype
+from landfall.format.shards import Shard
 from landfall.format.unpickle import load_object
 from landfall.models.qwen3_vl import Qwen3VLNames
 from landfall.sft import rng
@@ -99,16 +102,17 @@ def _contents(
     if not config.no_save_optim:
         shards += describe.optimizer_shards(trained.optimizer, description, to_save=True)
     if not config.no_save_rng:
-        objects += rng.object_shards(RNG_KEY, description.replicas)
+        objects += rng.object_shards(RNG_KEY, description.replicas.data)
     common = b""
     if runtime.rank == 0:
         common = torch_dist.object_bytes(_common(trained, config, position))
     safetensors = None
     if config.save_safetensors:
-        exported = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
+        exported = hugging_face_shards(description, trained.names.pieces, to_save=True)
         dtype = from_torch_dtype(exported[0].data.dtype)
         tensors = {name: (dtype, shape) for name, shape in trained.names.hf_shapes().items()}
-        safetensors = Safetensors(exported, plan_export(tensors, config.max_shard_size))
+        plan = plan_export(tensors, config.max_shard_size)
+        safetensors = Safetensors(exported, plan, description.replicas.tensor_groups)
     folder_files = {**files, TRACKER: f"{position.step}\n".encode()} if runtime.rank == 0 else {}
     return Contents(
         TorchDist(shards, objects, common, iteration),
@@ -162,10 +166,10 @@ def _load(
 ) -> Position | None:
     description = describe.describe_model(trained.model)
     if isinstance(opened, Checkpoint) and TORCH_DIST not in opened.manifest.content["formats"]:
-        exported = describe.hugging_face_shards(trained.model, trained.names.pieces, description.replicas)
-        load(exported, opened, SAFETENSORS)
+        clear_padding(description, trained.names.text["vocab_size"])
+        load(hugging_face_shards(description, trained.names.pieces, to_save=False), opened, SAFETENSORS)
     else:
-        load(describe.model_shards(description, to_save=False), opened, TORCH_DIST)
+        _load_here(describe.model_shards(description, to_save=False), opened, description, trained)
     trained.optimizer.reload_model_params()
     if config.finetune:
         return None
@@ -175,12 +179,26 @@ def _load(
     if config.no_load_optim:  # the rate goes by the step, whatever state the optimizer has
         trained.scheduler.step(increment=position.step * position.global_batch_size)
     else:
-        load(describe.optimizer_shards(trained.optimizer, description, to_save=False), opened, TORCH_DIST)
+        shards = describe.optimizer_shards(trained.optimizer, description, to_save=False)
+        _load_here(shards, opened, description, trained)
         describe.restore_optimizer_common(trained.optimizer, common["optimizer"])
         trained.scheduler.load_state_dict(common["opt_param_scheduler"])
     if not config.no_load_rng:
         _restore_rng(opened, runtime)
     return position
+
+
+def _load_here(
+    shards: list[Shard],
+    opened: Checkpoint | StockCheckpoint,
+    description: describe.ModelDescription,
+    trained: Trained,
+) -> None:
+    """Load what this layout asks for from whatever layout the checkpoint was saved in."""
+    vocab_size = trained.names.text["vocab_size"]
+    load(
+        fit_padding(shards, opened, TORCH_DIST, description.padded_keys, vocab_size), opened, TORCH_DIST
+    )
 
 
 def _position(common: dict[str, Any], config: SftConfig) -> Position:
@@ -192,8 +210,10 @@ def _position(common: dict[str, Any], config: SftConfig) -> Position:
 
 def load_weights(folder: Path, model: torch.nn.Module, names: Qwen3VLNames) -> None:
     """Fill a model from a Hugging Face folder; each rank reads what it holds. UsageError if it does not fit."""
-    shards = describe.hugging_face_shards(model, names.pieces, (0,))
+    description = describe.describe_model(model)
+    clear_padding(description, names.text["vocab_size"])
     with _fitting():
+        shards = hugging_face_shards(description, names.pieces, to_save=False)
         load(shards, HuggingFaceFolder(folder), SAFETENSORS)
 
 

@@ -10,11 +10,26 @@ Names are relative paths with ``/``. A store makes three promises on which the o
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import TracebackType
 
 Buffer = bytes | bytearray | memoryview
+
+TEMPORARY = re.compile(r"(.*/)?\.[^/]+\.[0-9a-f]{8}\.tmp")
+"""The names under which a :meth:`Store.put` may leave a file behind when its process is killed."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much can still be written; None where nothing limits it, or nobody knows."""
+
+    free_bytes: int | None = None
+    """In all."""
+    file_bytes: int | None = None
+    """In one file: the process's limit."""
 
 
 class WriteFile(ABC):
@@ -77,6 +92,10 @@ class Store(ABC):
     @abstractmethod
     def sync(self) -> None:
         """Make creations, renames and removals durable."""
+
+    def room(self) -> Room:
+        """What can be written here now."""
+        return Room()
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """``length`` bytes from ``offset`` (to the end when None); raises FileNotFoundError, EOFError."""

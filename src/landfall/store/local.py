@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import resource
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from landfall.store.base import Buffer, Store, WriteFile
+from landfall.store.base import Buffer, Room, Store, WriteFile
 
 
 class LocalFile(WriteFile):
@@ -104,13 +104,19 @@ class LocalStore(Store):
         self._unsynced.add(path.parent)
         folder = path.parent
         while folder != self.root:
-            with contextlib.suppress(FileNotFoundError):
-                if any(folder.iterdir()):
-                    return
+            try:
                 folder.rmdir()
+            except FileNotFoundError:
+                pass  # another rank was faster
+            except OSError:
+                return  # not empty
             self._unsynced.discard(folder)
             self._unsynced.add(folder.parent)
             folder = folder.parent
+
+    def room(self) -> Room:
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        return Room(free_bytes(self.root), None if limit == resource.RLIM_INFINITY else limit)
 
     def sync(self) -> None:
         while self._unsynced:
@@ -126,6 +132,18 @@ class LocalStore(Store):
             self._unsynced.add(missing.parent)
             missing = missing.parent
         folder.mkdir(parents=True, exist_ok=True)
+
+
+def free_bytes(place: Path) -> int | None:
+    """What this process may still write at ``place``, or where it will be made; None if nobody knows."""
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        stats = os.statvfs(place)
+    except OSError:
+        return None
+    # The share that a file system keeps for root counts where we are root.
+    return stats.f_frsize * (stats.f_bfree if os.geteuid() == 0 else stats.f_bavail)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -7,7 +7,8 @@ the same keys, so the files are the same to a reader and nothing is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from landfall.adapters.megatron_core.replicas import Ranks, Replicas, find_replicas
 from landfall.format import torch_dist
 from landfall.format.shards import Box, ObjectShard, Shard, boxes_of_flat_range
-from landfall.models.qwen3_vl import Piece as NamePiece
 
 OPTIMIZER_PREFIX = "optimizer.state"
 STATES = ("param", "exp_avg", "exp_avg_sq")
@@ -44,8 +45,14 @@ class Piece:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     start: int
+    num_stacked: int
+    """How many leading axes the checkpoint's tensor has that the parameter has not."""
+    is_split: bool
+    """Whether tensor-parallel ranks hold different parts; all of them hold the same otherwise."""
     is_main: bool
-    """Whether this rank's data-parallel group is the one that saves it (not another tensor-parallel copy)."""
+    """Whether this pipeline stage saves it: of a tied embedding's two copies only one is saved."""
+    is_padded: bool
+    """Whether the tensor has rows at its end that only depend on the layout (the vocabulary's padding)."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +67,38 @@ class ModelDescription:
 
     parameters: list[DescribedParameter]
     objects: list[ObjectShard]
-    replicas: tuple[int, ...]
-    """The global ranks that hold the same model slice as this one: the data-parallel group."""
+    replicas: Replicas
+
+    @property
+    def padded_keys(self) -> set[str]:
+        """The keys, in the model and in the optimizer, of tensors that have padding rows in some layouts."""
+        keys = {p.key for described in self.parameters for p in described.pieces if p.is_padded}
+        return keys | {f"{OPTIMIZER_PREFIX}.{state}.{key}" for state in STATES for key in keys}
 
 
 def describe_model(model: Any) -> ModelDescription:
     """Describe a megatron-core module (not wrapped in DDP). Any rank, alone; nothing is copied."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    replicas = tuple(sorted(torch.distributed.get_process_group_ranks(group)))
+    replicas = find_replicas()
     state = model.sharded_state_dict(metadata={**METADATA, "dp_cp_group": group})
     parameters, objects = [], []
     for entry in nested_values(state):
         if isinstance(entry, ShardedObject):
             if _is_main(entry.replica_id):
                 payload = torch_dist.object_bytes([entry.data])
-                objects.append(ObjectShard(entry.unique_key, payload, replicas))
+                objects.append(ObjectShard(entry.unique_key, payload, replicas.data))
         else:
             tensors = entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]
-            pieces = tuple(_piece(tensor, entry.data) for tensor in nested_values(tensors))
+            pieces = tuple(_piece(tensor, entry.data, replicas) for tensor in nested_values(tensors))
             parameters.append(DescribedParameter(entry.data, pieces))
     return ModelDescription(parameters, objects, replicas)
 
 
 def model_shards(description: ModelDescription, *, to_save: bool) -> list[Shard]:
-    """The model's tensors: to save, those that this data-parallel group writes; to load, all of them."""
+    """The model's tensors: to save, those that this stage and its replicas write; to load, all of them."""
+    replicas = description.replicas
     return [
-        _shard(piece, piece.key, described.parameter, description.replicas)
+        _shard(piece, described.parameter, replicas.data if piece.is_split else replicas.stage)
         for described in description.parameters
         for piece in described.pieces
         if piece.is_main or not to_save
@@ -95,10 +108,11 @@ def model_shards(description: ModelDescription, *, to_save: bool) -> list[Shard]
 def optimizer_shards(optimizer: Any, description: ModelDescription, *, to_save: bool) -> list[Shard]:
     """This rank's slice of main parameters and Adam moments, as boxes of the model-space tensors.
 
-    Its state must exist (see sft.optim); views, not copies. Nobody else holds these boxes.
+    Its state must exist (see sft.optim); views, not copies. Nobody else holds these boxes, but for what
+    tensor parallelism leaves whole: those ranks split their buffers alike.
     """
     pieces = {described.parameter: described.pieces for described in description.parameters}
-    rank = torch.distributed.get_rank()
+    alone = (torch.distributed.get_rank(),)
     shards: list[Shard] = []
     for parameter, start, state in _owned_ranges(optimizer):
         for name in STATES:
@@ -106,7 +120,8 @@ def optimizer_shards(optimizer: Any, description: ModelDescription, *, to_save: 
             for piece in pieces[parameter]:
                 if piece.is_main or not to_save:
                     key = f"{OPTIMIZER_PREFIX}.{name}.{piece.key}"
-                    shards.extend(_flat_shards(piece, key, flat, start, rank))
+                    replicas = alone if piece.is_split else description.replicas.tensor
+                    shards.extend(_flat_shards(piece, key, flat, start, replicas))
     return shards
 
 
@@ -129,23 +144,6 @@ def restore_optimizer_common(optimizer: Any, saved: dict[Any, Any]) -> None:
         )
 
 
-def hugging_face_shards(
-    model: torch.nn.Module, pieces_of: Callable[[str], Iterable[NamePiece]], replicas: tuple[int, ...]
-) -> list[Shard]:
-    """The model's parameters as row blocks of Hugging Face's tensors, to export or to load.
-
-    ``pieces_of`` maps a parameter's name to its row blocks (models.qwen3_vl). One pipeline and tensor
-    parallel rank holds the whole model.
-    """
-    shards = []
-    for name, parameter in model.named_parameters():
-        for piece in pieces_of(name):
-            data = parameter.detach()[piece.row : piece.row + piece.num_rows].view(-1, *piece.hf_shape[1:])
-            box = Box((piece.hf_row, *(0 for _ in piece.hf_shape[1:])), (piece.num_rows, *piece.hf_shape[1:]))
-            shards.append(Shard(piece.hf_name, tuple(piece.hf_shape), box, data, replicas))
-    return shards
-
-
 def distributed_optimizers(optimizer: Any) -> list[DistributedOptimizer]:
     """The distributed optimizers in a (possibly chained) megatron optimizer that own parameters."""
     found = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -163,11 +161,11 @@ def _owned_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str,
                         yield parameter, ranges["param"].start, state
 
 
-def _flat_shards(piece: Piece, key: str, flat: torch.Tensor, start: int, rank: int) -> Iterator[Shard]:
+def _flat_shards(
+    piece: Piece, key: str, flat: torch.Tensor, start: int, replicas: Ranks
+) -> Iterator[Shard]:
     """The part of a flat range [start, start + len) of a parameter that lies in ``piece``, as boxes."""
-    length = 1
-    for size in piece.shape:
-        length *= size
+    length = math.prod(piece.shape)
     begin = max(start, piece.start) - piece.start
     end = min(start + flat.numel(), piece.start + length) - piece.start
     position = begin + piece.start - start
@@ -175,28 +173,35 @@ def _flat_shards(piece: Piece, key: str, flat: torch.Tensor, start: int, rank: i
         data = flat[position : position + box.num_elements].view(box.sizes)
         position += box.num_elements
         offsets = tuple(a + b for a, b in zip(piece.offsets, box.offsets, strict=True))
-        yield Shard(key, piece.global_shape, Box(offsets, box.sizes), data, (rank,))
+        yield Shard(key, piece.global_shape, Box(offsets, box.sizes), data, replicas)
 
 
-def _shard(piece: Piece, key: str, parameter: torch.Tensor, replicas: tuple[int, ...]) -> Shard:
-    length = 1
-    for size in piece.shape:
-        length *= size
-    data = parameter.detach().view(-1)[piece.start : piece.start + length].view(piece.shape)
-    return Shard(key, piece.global_shape, Box(piece.offsets, piece.shape), data, replicas)
+def _shard(piece: Piece, parameter: torch.Tensor, replicas: Ranks) -> Shard:
+    data = piece_of(parameter, piece)
+    return Shard(piece.key, piece.global_shape, Box(piece.offsets, piece.shape), data, replicas)
 
 
-def _piece(tensor: ShardedTensor, parameter: torch.Tensor) -> Piece:
+def piece_of(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The part of a parameter that a piece is, as a view of ``piece.shape``."""
+    end = piece.start + math.prod(piece.shape)
+    return parameter.detach().view(-1)[piece.start : end].view(piece.shape)
+
+
+def _piece(tensor: ShardedTensor, parameter: torch.Tensor, replicas: Replicas) -> Piece:
     data = tensor.data
     if not (data.is_contiguous() and parameter.is_contiguous()):
         raise ValueError(f"{tensor.key}: only contiguous parts of parameters can be saved in place")
+    is_tied = bool(getattr(parameter, "shared_embedding", False))
     return Piece(
         key=tensor.key,
         global_shape=tuple(tensor.global_shape),
         offsets=tuple(tensor.global_offset),
         shape=(1,) * tensor.prepend_axis_num + tuple(data.shape),
         start=(data.data_ptr() - parameter.data_ptr()) // parameter.element_size(),
-        is_main=_is_main(tensor.replica_id),
+        num_stacked=tensor.prepend_axis_num,
+        is_split=bool(getattr(parameter, "tensor_model_parallel", False)),
+        is_main=not (is_tied and replicas.is_first_of_two),
+        is_padded=bool(tensor.allow_shape_mismatch),
     )
 
 
