@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL import Image
@@ -88,12 +89,20 @@ def make_data(folder: Path, model: Path, num_rows: int) -> None:
             left, top = draw.randrange(photograph.width - 400), draw.randrange(photograph.height - 400)
             name = f"images/{number:05d}.jpg"
             photograph.crop((left, top, left + 400, top + 400)).resize((SIDE, SIDE)).save(folder / name)
-            answer = ""
-            while len(tokenizer(answer)["input_ids"]) < ROW_TOKENS - IMAGE_TOKENS - 30:
-                answer += " ".join(draw.choices(words, k=8)) + " "
             question = {"role": "user", "content": "<image>What number is written here?"}
-            messages = [question, {"role": "assistant", "content": answer.strip()}]
-            rows.write(json.dumps({"messages": messages, "images": [name]}) + "\n")
+            answer = {"role": "assistant", "content": exact_answer(tokenizer, question, words, draw)}
+            rows.write(json.dumps({"messages": [question, answer], "images": [name]}) + "\n")
+
+
+def exact_answer(tokenizer: Any, question: dict[str, str], words: list[str], draw: random.Random) -> str:
+    """Random words, as many as make the row ROW_TOKENS long."""
+    prompt = f"<|im_start|>user\n{question['content'].removeprefix('<image>')}<|im_end|>\n<|im_start|>assistant\n"
+    room = ROW_TOKENS - IMAGE_TOKENS - 2 - len(tokenizer(prompt)["input_ids"]) - 1  # image's brackets, <|im_end|>
+    answer = draw.choice(words)
+    while (missing := room - len(tokenizer(answer)["input_ids"])) > 0:
+        # a digit is a token of its own, so the last few can be made up exactly
+        answer += " " + draw.choice(words) if missing > 12 else str(draw.randrange(10))
+    return answer
 
 
 def main() -> None:

@@ -130,7 +130,7 @@ def _read(path: str, source: str) -> Image.Image:
         with Image.open(path) as image:
             turn = _TURNS.get(_orientation(image))
             image.load()
-            return image.transpose(turn) if turn is not None else image.copy()
+            return _on_white(image.transpose(turn) if turn is not None else image.copy())
     except UNREADABLE as error:
         raise DataError(
             "An image can't be read",
@@ -138,6 +138,15 @@ def _read(path: str, source: str) -> Image.Image:
             got=f"{type(error).__name__}: {error}",
             do="mend or remove the row; it was readable when the rows were read before training",
         ) from error
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """RGB; what shows through is white, as in transformers from 5.24 on (before, it was black)."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, "white")
+    return Image.alpha_composite(white, image).convert("RGB")
 
 
 def _orientation(image: Image.Image) -> int:

@@ -32,6 +32,13 @@ class Processor:
                     got=f"{token} becomes {len(self.encode(token))} tokens",
                     expected="one token",
                 )
+        if not self.encode("plain text"):  # transformers makes an empty one where files are missing
+            raise UsageError(
+                "The tokenizer knows no text",
+                where=str(folder),
+                expected="the tokenizer's files (tokenizer.json, or vocab.json and merges.txt)",
+                do="copy them from the model that the folder was made from",
+            )
         self.image_token_id = self.encode("<|image_pad|>")[0]
 
     @classmethod

@@ -7,11 +7,12 @@ language model, h heads, d head size.
 from __future__ import annotations
 
 import copy
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention, Qwen3VLVisionModel
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
@@ -35,8 +36,32 @@ def build_tower(config: Qwen3VLVisionConfig, gradient_checkpointing: bool) -> Qw
     for block in tower.blocks:
         block.attn.__class__ = FrameAttention
     if gradient_checkpointing:
-        tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        arguments: dict[str, Any] = {"use_reentrant": False}
+        if torch.cuda.is_available():
+            arguments["context_fn"] = partial(create_selective_checkpoint_contexts, _recompute_policy)
+        tower.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
     return tower
+
+
+def _recompute_policy(context: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+    """Everything is computed again but attention, whose output is small beside the time that it takes."""
+    kept = operation in _attention_operations()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _attention_operations() -> frozenset[Any]:
+    """torch's operations behind ``attend`` on a GPU."""
+    import torch.nn.attention.varlen
+
+    aten = torch.ops.aten
+    return frozenset(
+        (
+            aten._scaled_dot_product_cudnn_attention.default,
+            aten._flash_attention_forward.default,
+            torch.ops.torch_attn._varlen_attn.default,
+        )
+    )
 
 
 class PatchProjection(torch.nn.Conv3d):
