@@ -78,7 +78,7 @@ class FailingStore(LocalStore):
 
     def __init__(self, root: Path, room: int) -> None:
         super().__init__(root)
-        self.room = room
+        self.left = room
 
     def open_write(self, name: str) -> WriteFile:
         return FailingFile(super().open_write(name), self, str(self.root / name))
@@ -88,8 +88,8 @@ class FailingStore(LocalStore):
         super().put(name, data)
 
     def take(self, num_bytes: int, place: str) -> None:
-        self.room -= num_bytes
-        if self.room < 0:
+        self.left -= num_bytes
+        if self.left < 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
 
 
@@ -116,7 +116,7 @@ def test_full_disk_at_any_point_keeps_the_checkpoint_before(
     folder, state = saved
     roomy = FailingStore(tmp_path / "measure", 10**9)
     save(make_contents(make_state(seed=1)), roomy, session, step=6)
-    room = 10**9 - roomy.room - lacking
+    room = 10**9 - roomy.left - lacking
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with pytest.raises(SaveError, match="ENOSPC.*bytes free") as caught:
         save(make_contents(make_state(seed=1)), FailingStore(folder, room), session, step=6)

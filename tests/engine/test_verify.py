@@ -80,3 +80,21 @@ def test_folder_without_commit_is_no_checkpoint(tmp_path: Path, session: Session
     assert newest(tmp_path).step == 10
     with pytest.raises(NoCheckpointError, match="checkpoint-30"):
         newest(tmp_path / "checkpoint-30")
+
+
+@pytest.mark.case("c01")
+@pytest.mark.parametrize("text", [b"", b"999\n", b"release", b"\xff\xfe\x00", None], ids=repr)
+def test_tracker_that_is_wrong_or_torn_changes_nothing(
+    tmp_path: Path, session: Session, text: bytes | None
+) -> None:
+    for step in (10, 20):
+        contents = make_contents(make_state())
+        contents.files["latest_checkpointed_iteration.txt"] = f"{step}\n".encode()
+        save(contents, LocalStore(tmp_path / f"checkpoint-{step}"), session, step=step)
+    for folder in (tmp_path, tmp_path / "checkpoint-20"):
+        tracker = folder / "latest_checkpointed_iteration.txt"
+        tracker.unlink(missing_ok=True)
+        if text is not None:
+            tracker.write_bytes(text)
+    assert newest(tmp_path).step == 20 and newest(tmp_path).skipped == []
+    assert newest(tmp_path / "checkpoint-20").step == 20

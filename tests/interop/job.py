@@ -57,12 +57,18 @@ class Job:
         return found
 
 
-def start(bf16: bool, seed: int = 3, tied: bool = True, session: Session | None = None) -> Job:
+def start(
+    bf16: bool,
+    seed: int = 3,
+    tied: bool = True,
+    session: Session | None = None,
+    options: ModelOptions | None = None,
+) -> Job:
     """A job on this rank; with the ``session`` of another one, beside it in the same process groups."""
-    options = ModelOptions(bf16=bf16)
+    options = options or ModelOptions(bf16=bf16)
     if session is None:
         tiny.join(options)
-    plan = training.Plan(options=options, micro_batch_size=2)
+    plan = training.Plan(options=options, micro_batch_size=2, tied=tied)
     model = tiny.make(tiny.reference(tiny.config(tied), seed), options)
     settings = OptimizerOptions(**{**vars(training.OPTIMIZER), "bf16": bf16})
     wrapped = wrap_ddp(model, settings)

@@ -42,6 +42,10 @@ SHOWN = {
     "no_save_optim": "test_flags_effect.test_without_optimizer_and_random_state_weights_are_saved_once",
     "no_save_rng": "test_flags_effect.test_without_optimizer_and_random_state_weights_are_saved_once",
     "dataset_num_proc": "test_flags_effect.test_rows_are_prepared_by_as_many_processes_as_asked_for",
+    "tensor_model_parallel_size": "test_layouts.test_sizes_decide_how_the_model_and_its_work_are_shared_out",
+    "pipeline_model_parallel_size": "test_layouts.test_sizes_decide_how_the_model_and_its_work_are_shared_out",
+    "context_parallel_size": "test_layouts.test_sizes_decide_how_the_model_and_its_work_are_shared_out",
+    "sequence_parallel": "test_layouts.test_sequence_parallel_ranks_take_less_memory_for_the_same_loss",
     "IMAGE_MAX_TOKEN_NUM": "test_flags_effect.test_images_are_bounded_and_long_rows_left_out_by_line",
     "NPROC_PER_NODE": "test_launch.test_ranks_asked_for_are_started_by_torchrun",
 }

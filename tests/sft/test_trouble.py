@@ -107,7 +107,7 @@ def limited() -> Iterator[Callable[[Ranks, int], None]]:
 def test_save_that_fails_is_told_and_the_next_one_lands(
     limited: Callable[[Ranks, int], None], world: World, out: Path
 ) -> None:
-    ranks = running(world, out, train_iters=400, save_interval=2)
+    ranks = running(world, out, train_iters=400, save_interval=2, on_save_error="continue")
     wait_for(lambda: committed_steps(left_in(out).folder))
     limited(ranks, 256 << 10)
     wait_for(lambda: "NOT SAVED" in ranks.output(0))

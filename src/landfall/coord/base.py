@@ -52,6 +52,10 @@ class Coordinator(ABC):
         """
 
     @abstractmethod
+    def arrived(self, key: str, ranks: Sequence[int]) -> list[int]:
+        """Those of ``ranks`` that have posted under ``key`` by now. Never waits for one."""
+
+    @abstractmethod
     def drop(self, key: str) -> None:
         """Forget this rank's message under ``key``, if it is there. Whoever still needs it comes too late."""
 

@@ -39,6 +39,10 @@ class SoloCoordinator(Coordinator):
                 )
             return {rank: self._messages[key] for rank in wanted}
 
+    def arrived(self, key: str, ranks: Sequence[int]) -> list[int]:
+        with self._posted:
+            return [rank for rank in ranks if rank == 0 and key in self._messages]
+
     def drop(self, key: str) -> None:
         with self._posted:
             self._messages.pop(key, None)

@@ -112,6 +112,11 @@ class TCPStoreCoordinator(Coordinator):
                 return messages | self.collect(key, wanted[start:], GRACE_S)  # came at the last moment
         return messages
 
+    def arrived(self, key: str, ranks: Sequence[int]) -> list[int]:
+        names = {_key(key, rank): rank for rank in ranks}
+        found = self._connections.call(lambda store: _present(store, list(names)), POST_LIMIT_S)
+        return [names[name] for name in found]
+
     def drop(self, key: str) -> None:
         # The first part first: without it there is no message.
         keys = [_key(key, self.rank)]

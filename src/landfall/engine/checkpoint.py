@@ -10,6 +10,7 @@ from typing import Protocol
 
 from landfall.errors import DamagedError, NoCheckpointError
 from landfall.format.index import CHUNK_BYTES, Extent, Index, ObjectRecord, TensorRecord, decode_index, digest
+from landfall.format.index import LIMIT_BYTES as INDEX_LIMIT_BYTES
 from landfall.format.manifest import LIMIT_BYTES, NAME, Manifest, decode_manifest, staged_name
 from landfall.store.base import Store
 
@@ -48,7 +49,7 @@ class Checkpoint:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.place = store.describe()
-        self.manifest = _read_manifest(store)
+        self.manifest = read_manifest(store)
         self.indexes = [
             _read_index(store, self.manifest, position) for position in range(len(self.manifest.writers))
         ]
@@ -132,7 +133,8 @@ class Checkpoint:
         return self.read_range(name, 0, extents[-1].offset + extents[-1].length, name)
 
 
-def _read_manifest(store: Store) -> Manifest:
+def read_manifest(store: Store) -> Manifest:
+    """The manifest of a folder; raises NoCheckpointError, DamagedError, HostileFileError."""
     size = store.size(NAME)
     if size is None:
         raise NoCheckpointError(
@@ -151,6 +153,8 @@ def _read_manifest(store: Store) -> Manifest:
 def _read_index(store: Store, manifest: Manifest, position: int) -> Index:
     writer = manifest.writers[position]
     place = store.describe(writer.index)
+    if (size := store.size(writer.index) or 0) > INDEX_LIMIT_BYTES:
+        raise DamagedError("An index file is too long to be one", where=place, got=f"{size:,} bytes")
     try:
         data = store.read(writer.index)
     except FileNotFoundError as error:

@@ -17,13 +17,15 @@ class TorchDist:
     """A checkpoint that stock megatron-core and torch DCP read.
 
     ``common`` is the bytes of common.pt, used on rank 0; "" as ``folder`` is the checkpoint folder itself,
-    otherwise it ends with a slash.
+    otherwise it ends with a slash. ``loads`` are the bytes that the members of one replica set have to write
+    anyway, as all of them know them: what they share is shared out so that it evens that out.
     """
 
     shards: list[Shard]
     objects: list[ObjectShard] = field(default_factory=list)
     common: bytes = b""
     folder: str = ""
+    loads: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class Contents:
     files: dict[str, bytes] = field(default_factory=dict)
     index_folder: str = ""
     notes: dict[str, object] = field(default_factory=dict)
+    total_bytes: int = 0
+    """About what all ranks together will write, for the check that it fits; 0 if nobody knows."""
 
     def shards(self) -> list[Shard]:
         """Every tensor box of every format, to compare the ranks' tables."""

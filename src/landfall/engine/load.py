@@ -13,7 +13,8 @@ import torch
 
 from landfall.engine.checkpoint import Chunk, Source
 from landfall.engine.stage import host_bytes
-from landfall.errors import CheckpointError
+from landfall.errors import CheckpointError, DamagedError
+from landfall.format.cover import find_faults
 from landfall.format.index import TensorRecord
 from landfall.format.shards import Box, Shard
 from landfall.format.torch_dist import dtype_of
@@ -68,6 +69,7 @@ def _check_wanted(shards: Sequence[Shard], records: dict[str, list[TensorRecord]
             got=f"no {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",
             do="check that the checkpoint is of this model and was saved with what is asked of it",
         )
+    checked: set[str] = set()
     for shard in shards:
         found = records[shard.key]
         if found[0].global_shape != shard.global_shape:
@@ -77,6 +79,14 @@ def _check_wanted(shards: Sequence[Shard], records: dict[str, list[TensorRecord]
                 got=f"shape {list(found[0].global_shape)}",
                 expected=f"shape {list(shard.global_shape)}",
             )
+        try:
+            dtype_of(found[0].dtype)
+        except ValueError as error:
+            where = f"{place}, tensor {shard.key}"
+            raise DamagedError("A tensor has a dtype that is none", where=where, got=str(error)) from error
+        if len(found) > 1 and shard.key not in checked and (faults := find_faults(found)):
+            raise DamagedError("A tensor in the checkpoint is not whole", where=place, got=faults[0])
+        checked.add(shard.key)
         shared = (record.box.intersect(shard.box) for record in found)
         held = sum(box.num_elements for box in shared if box is not None)
         if held != shard.box.num_elements:

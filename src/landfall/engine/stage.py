@@ -18,6 +18,7 @@ class Stager:
     """Two pinned host buffers, made before training fills device and host."""
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._buffers: list[torch.Tensor] = []
         self._events: list[torch.cuda.Event] = []
@@ -25,8 +26,18 @@ class Stager:
             self._stream = torch.cuda.Stream(device)
             self._buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
             self._events = [torch.cuda.Event() for _ in self._buffers]
-            for event in self._events:
-                event.record(self._stream)  # an event takes its memory when it is first recorded
+            self._warm_up(self._stream)
+
+    def _warm_up(self, stream: torch.cuda.Stream) -> None:
+        """Copy both ways once: the driver takes a little memory for a stream's and an event's first use."""
+        with torch.cuda.stream(stream):
+            on_device = torch.zeros(64, dtype=torch.uint8, device=stream.device)
+            for buffer, event in zip(self._buffers, self._events, strict=True):
+                buffer[:64].copy_(on_device, non_blocking=True)
+                on_device.copy_(buffer[:64], non_blocking=True)
+                event.record(stream)
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        stream.synchronize()
 
     def pieces(self, tensors: Iterable[torch.Tensor]) -> Iterator[memoryview]:
         """The row-major bytes of ``tensors``, one after the other; a piece is valid until the next is taken.
@@ -70,6 +81,29 @@ class Stager:
                 flat = _flat_bytes(run)
                 for start in range(0, flat.numel(), limit):
                     yield flat[start : start + limit]
+
+
+class StagedPieces:
+    """The pieces of a stager, dealt out tensor by tensor. (A piece never holds bytes of two tensors.)"""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces = pieces
+
+    def take(self, num_bytes: int) -> Iterator[memoryview]:
+        """The pieces of the next tensor, which has ``num_bytes``; each is valid until the next is taken."""
+        while num_bytes:
+            piece = next(self._pieces)
+            if not piece:
+                continue  # an empty tensor's
+            yield piece
+            num_bytes -= len(piece)
+
+    def fill(self, into: memoryview) -> None:
+        """Copy the next tensor, which is as long as ``into``."""
+        position = 0
+        for piece in self.take(len(into)):
+            into[position : position + len(piece)] = piece
+            position += len(piece)
 
 
 def contiguous_runs(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

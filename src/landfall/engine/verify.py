@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from landfall.engine.checkpoint import Checkpoint, Chunk
-from landfall.errors import CheckpointError, DamagedError
+from landfall.errors import CheckpointError, NoCheckpointError
 from landfall.format.cover import find_faults
 from landfall.format.index import CHUNK_BYTES, Extent
 from landfall.store.base import Store
@@ -47,20 +48,23 @@ class Report:
         return {"ok": self.ok, **vars(self)}
 
 
-def verify(path: str | os.PathLike[str] | Store) -> Report:
+def verify(path: str | os.PathLike[str] | Store, *, but: Container[str] = ()) -> Report:
     """Read all of one committed checkpoint and compare it with its digests. Works without torch's GPU parts.
 
-    Raises NoCheckpointError when there is no checkpoint at ``path``; damage is in the report.
+    ``but`` are files that are left out. Raises NoCheckpointError when there is no checkpoint at ``path``;
+    damage is in the report.
     """
     store = path if isinstance(path, Store) else LocalStore(Path(path))
     report = Report(store.describe())
     try:
         checkpoint = Checkpoint(store)
-    except DamagedError as error:
+    except NoCheckpointError:
+        raise
+    except CheckpointError as error:
         report.faults.append(str(error))
         return report
     report.step, report.save_id = checkpoint.manifest.step, checkpoint.manifest.save_id
-    extents = checkpoint.extents()
+    extents = [extent for extent in checkpoint.extents() if extent.file not in but]
     report.num_files = len({extent.file for extent in extents})
     report.num_bytes = sum(extent.length for extent in extents)
     for part in sorted({part for index in checkpoint.indexes for part in index.tensors}):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import xxhash
 
+from landfall.engine.pulse import Pulse
 from landfall.format.index import CHUNK_BYTES, Extent
 from landfall.store.base import Buffer, Store, WriteFile
 
@@ -16,8 +17,8 @@ _GATHER_BYTES = 1 << 20
 class ExtentWriter:
     """Writes one range of a file from front to back and digests it chunk by chunk."""
 
-    def __init__(self, file: WriteFile, name: str, offset: int) -> None:
-        self._file, self._name, self._start = file, name, offset
+    def __init__(self, file: WriteFile, name: str, offset: int, pulse: Pulse | None = None) -> None:
+        self._file, self._name, self._start, self._pulse = file, name, offset, pulse
         self._position = self._flushed = offset
         self._pending = bytearray()
         self._chunk = xxhash.xxh3_128()
@@ -32,8 +33,7 @@ class ExtentWriter:
                 self._flush()
             return
         self._flush()
-        self._file.write_at(self._flushed, view)
-        self._flushed += len(view)
+        self._write_out(view)
 
     def finish(self) -> Extent:
         """Hand over the last bytes and tell what was written; the file is not yet durable."""
@@ -53,17 +53,23 @@ class ExtentWriter:
 
     def _flush(self) -> None:
         if self._pending:
-            self._file.write_at(self._flushed, self._pending)
-            self._flushed += len(self._pending)
+            self._write_out(self._pending)
             self._pending = bytearray()
+
+    def _write_out(self, data: Buffer) -> None:
+        self._file.write_at(self._flushed, data)
+        self._flushed += len(data)
+        if self._pulse is not None:
+            self._pulse.advance(len(data), f"writes {self._name}")
 
 
 class SaveFiles:
     """The files that one rank writes in one save; :meth:`finish` makes them durable all at once."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, pulse: Pulse | None = None) -> None:
+        self._store, self._pulse = store, pulse
         self._open: dict[str, WriteFile] = {}
+        self._tensors: list[Extent] = []
         self.extents: list[Extent] = []
 
     def file(self, name: str) -> WriteFile:
@@ -73,13 +79,34 @@ class SaveFiles:
 
     def put(self, physical: str, name: str, data: Buffer) -> None:
         """Write a whole small file; ``name`` is what it will be called once published."""
-        writer = ExtentWriter(self.file(physical), name, 0)
+        writer = self.writer(physical, name, 0)
         writer.write(data)
-        self.extents.append(writer.finish())
+        self.finish_extent(writer)
+
+    def writer(self, physical: str, name: str, offset: int) -> ExtentWriter:
+        """Write a range of a file; hand the writer to :meth:`finish_extent` in the end."""
+        return ExtentWriter(self.file(physical), name, offset, self._pulse)
+
+    def finish_extent(self, writer: ExtentWriter, *, of_tensors: bool = False) -> None:
+        """Note what was written; ``of_tensors`` counts for :attr:`tensors_digest`."""
+        extent = writer.finish()
+        self.extents.append(extent)
+        if of_tensors and extent.length:
+            self._tensors.append(extent)
+
+    @property
+    def tensors_digest(self) -> str:
+        """One digest over the bytes of all tensors; "" if there are none."""
+        joined = xxhash.xxh3_128()
+        for extent in self._tensors:
+            joined.update(b"".join(extent.digests))
+        return joined.hexdigest() if self._tensors else ""
 
     def finish(self) -> None:
-        for file in self._open.values():
+        for name, file in self._open.items():
             file.finish()
+            if self._pulse is not None:
+                self._pulse.advance(doing=f"has {name} on the disk")
         self._store.sync()
 
     def close(self) -> None:

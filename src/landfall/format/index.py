@@ -9,7 +9,8 @@ from __future__ import annotations
 import msgspec
 import xxhash
 
-from landfall.errors import DamagedError
+from landfall.errors import DamagedError, HostileFileError
+from landfall.format.names import check_name
 from landfall.format.shards import Box
 
 CHUNK_BYTES = 4 << 20
@@ -62,12 +63,44 @@ class Index(msgspec.Struct, frozen=True):
         return msgspec.msgpack.encode(self)
 
 
+LIMIT_BYTES = 1 << 30
+"""No index is longer: it has some 100 bytes for a box, and 4 for a MiB."""
+
+
 def decode_index(data: bytes, place: str) -> Index:
-    """Read an index whose digest was already checked; raises DamagedError when it is no index."""
+    """Read an index whose digest was already checked; raises DamagedError when it is no index, and
+    HostileFileError when it names files elsewhere, or lengths that can't be."""
     try:
-        return msgspec.msgpack.decode(data, type=Index)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        index = msgspec.msgpack.decode(data, type=Index)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedError("This is not a landfall index", where=place, got=str(error)) from error
+    for extent in index.extents:
+        check_name(extent.file, place)
+        if min(extent.offset, extent.length) < 0 or len(extent.digests) != -(-extent.length // CHUNK_BYTES):
+            raise _impossible(f"{extent.length} bytes at {extent.offset} of {extent.file}", place)
+    for records in index.tensors.values():
+        for record in records:
+            _check_record(record, place)
+    keys = set()
+    for part, objects in index.objects.items():
+        for item in objects:
+            check_name(item.file, place)
+            if min(item.offset, item.length) < 0 or (part, item.key) in keys:
+                raise _impossible(
+                    f"{item.key}, {item.length} bytes at {item.offset}, or it is there twice", place
+                )
+            keys.add((part, item.key))
+    return index
+
+
+def _check_record(record: TensorRecord, place: str) -> None:
+    check_name(record.file, place)
+    if record.offset < 0 or not record.box.fits(record.global_shape):
+        raise _impossible(f"{record.key}: {record.box} of {list(record.global_shape)}", place)
+
+
+def _impossible(got: str, place: str) -> HostileFileError:
+    return HostileFileError("An index describes what can't be", where=place, got=got[:300])
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:

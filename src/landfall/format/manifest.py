@@ -8,16 +8,21 @@ folder, :func:`where` finds the right one.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
 
-from landfall.errors import DamagedError
+from landfall.errors import DamagedError, HostileFileError
 from landfall.format.index import digest
+from landfall.format.names import check_name
 
 NAME = "landfall.json"
 FORMAT_VERSION = 1
 LIMIT_BYTES = 64 << 20
+
+
+_SAVE_ID = re.compile(r"lf[a-z0-9]+-\d+")
 
 
 class Writer(msgspec.Struct, frozen=True):
@@ -60,7 +65,7 @@ def decode_manifest(data: bytes, place: str) -> Manifest:
     """Read and check a manifest; raises DamagedError for anything but one that landfall wrote."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedError("The manifest can't be read", where=place, got=str(error)) from error
     if manifest.format_version != FORMAT_VERSION:
         raise DamagedError(
@@ -69,6 +74,12 @@ def decode_manifest(data: bytes, place: str) -> Manifest:
             got=f"version {manifest.format_version}",
             expected=f"version {FORMAT_VERSION}",
             do="read it with the landfall release that wrote it (see its 'landfall' field)",
+        )
+    for name in [writer.index for writer in manifest.writers] + manifest.published:
+        check_name(name, place)
+    if not _SAVE_ID.fullmatch(manifest.save_id):
+        raise HostileFileError(
+            "The manifest has a save_id that is none", where=place, got=repr(manifest.save_id[:100])
         )
     found = digest(_plain(manifest)).hex()
     if found != manifest.digest:

@@ -74,6 +74,22 @@ class Shard:
     def num_bytes(self) -> int:
         return self.box.num_elements * self.data.element_size()
 
+    def cut(self, part_bytes: int, dim: int | None) -> Iterator[Shard]:
+        """Parts of about ``part_bytes``, as views, cut along ``dim`` (None: the first that has a length)."""
+        sizes = self.box.sizes
+        if dim is None:
+            dim = next((at for at, size in enumerate(sizes) if size > 1), 0)
+        length = sizes[dim] if sizes else 1
+        step = max(1, part_bytes * length // max(self.num_bytes, 1))
+        if step >= length:
+            yield self
+            return
+        for start in range(0, length, step):
+            size = min(step, length - start)
+            offsets = (*self.box.offsets[:dim], self.box.offsets[dim] + start, *self.box.offsets[dim + 1 :])
+            box = Box(offsets, (*sizes[:dim], size, *sizes[dim + 1 :]))
+            yield Shard(self.key, self.global_shape, box, self.data.narrow(dim, start, size), self.replicas)
+
 
 @dataclass(frozen=True)
 class ObjectShard:

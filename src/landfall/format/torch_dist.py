@@ -36,6 +36,8 @@ METADATA = ".metadata"
 COMMON = "common.pt"
 CONFIG = "metadata.json"
 SUFFIX = ".distcp"
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron's note of the newest step, in the folder that holds the iterations."""
 
 CONFIG_BYTES = json.dumps(
     {

@@ -14,19 +14,36 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from landfall.errors import DamagedError, HostileFileError
+from landfall.format.archive import check_archive, open_archive
 from landfall.format.index import ObjectRecord, TensorRecord
+from landfall.format.names import check_name
+from landfall.format.pickle_check import check_pickle
 from landfall.format.shards import Box
 from landfall.format.torch_dist import dtype_name
 
 METADATA_LIMIT_BYTES = 1 << 30
-_ERRORS = (pickle.UnpicklingError, ValueError, TypeError, AttributeError, EOFError, KeyError, IndexError)
+_ERRORS = (
+    pickle.UnpicklingError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    MemoryError,
+    struct.error,
+)
+"""What a broken pickle makes an unpickler raise."""
 
 
 class _Dropped:
@@ -87,6 +104,7 @@ class StockMetadata:
 
 def read_metadata(data: bytes, place: str, folder: str = "") -> StockMetadata:
     """Read ``.metadata`` of torch DCP or megatron-core; files get ``folder`` in front of their names."""
+    check_pickle(data, place)
     try:
         metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, dcp_metadata.Metadata):
@@ -119,10 +137,7 @@ def _to_records(metadata: dcp_metadata.Metadata, folder: str) -> StockMetadata:
 
 
 def _inside(name: str, folder: str) -> str:
-    parts = name.split("/")
-    if name.startswith("/") or ".." in parts or "\\" in name or "\0" in name:
-        raise HostileFileError("The metadata names a file outside of its folder", got=repr(name))
-    return folder + name
+    return folder + check_name(name, folder or "(its folder)")
 
 
 @dataclass(frozen=True)
@@ -140,9 +155,11 @@ def find_payload(
 ) -> Payload:
     """Look into a ``torch.save`` record without loading it; ``read_at(offset, n)`` reads within the record."""
     try:
-        with zipfile.ZipFile(_Window(read_at, length)) as archive:
+        with open_archive(cast(IO[bytes], _Window(read_at, length)), length, place) as archive:
             names = {name.partition("/")[2]: name for name in archive.namelist()}
-            size, stride, start, dtype = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
+            program = archive.read(names["data.pkl"])
+            check_pickle(program, place)
+            size, stride, start, dtype = _TensorUnpickler(io.BytesIO(program)).load()
             info = archive.getinfo(names["data/0"])
     except (zipfile.BadZipFile, *_ERRORS, struct.error) as error:
         raise DamagedError("A record is not a saved tensor", where=place, got=repr(error)) from error
@@ -236,6 +253,7 @@ def load_object(data: bytes, place: str) -> Any:
     import types
 
     try:
+        check_archive(io.BytesIO(data), len(data), place)
         with torch.serialization.safe_globals([argparse.Namespace, types.SimpleNamespace]):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -243,5 +261,5 @@ def load_object(data: bytes, place: str) -> Any:
         raise HostileFileError(
             "An object asks for more than plain values", where=place, got=reason
         ) from error
-    except (RuntimeError, *_ERRORS) as error:
+    except (RuntimeError, zipfile.BadZipFile, *_ERRORS) as error:
         raise DamagedError("An object can't be read", where=place, got=str(error).split("\n")[0]) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from landfall.adapters.megatron_core import describe
+from landfall.adapters.megatron_core import buckets, describe
 from landfall.adapters.megatron_core.hugging_face import hugging_face_shards
 from landfall.adapters.megatron_core.vocabulary import clear_padding, fit_padding
 from landfall.engine.checkpoint import Checkpoint
@@ -80,13 +81,21 @@ def save_checkpoint(
     runtime: Runtime,
     position: Position,
     files: dict[str, bytes],
+    notes: dict[str, object] | None = None,
+    total_bytes: int = 0,
 ) -> Manifest:
     """Save checkpoint-N, every rank; committed on return, SaveError (and the older ones whole) otherwise.
+
+    ``notes`` go into the manifest; ``total_bytes`` is about what all ranks will write.
 
     From the first line to the last there is no collective and no device allocation.
     """
     step = position.step
-    contents = _contents(trained, config, runtime, position, files)
+
+    def contents() -> Contents:
+        made = _contents(trained, config, runtime, position, files)
+        return dataclasses.replace(made, notes={**made.notes, **(notes or {})}, total_bytes=total_bytes)
+
     return save(contents, LocalStore(folder), runtime.session, step=step)
 
 
@@ -99,7 +108,9 @@ def _contents(
     export_only = config.save_safetensors and config.no_save_optim
     shards = [] if export_only else describe.model_shards(description, to_save=True)
     objects = [] if export_only else list(description.objects)
+    loads: dict[int, int] = {}
     if not config.no_save_optim:
+        loads = describe.optimizer_loads(trained.optimizer, description)
         shards += describe.optimizer_shards(trained.optimizer, description, to_save=True)
     if not config.no_save_rng:
         objects += rng.object_shards(RNG_KEY, description.replicas.data)
@@ -115,7 +126,7 @@ def _contents(
         safetensors = Safetensors(exported, plan, description.replicas.tensor_groups)
     folder_files = {**files, TRACKER: f"{position.step}\n".encode()} if runtime.rank == 0 else {}
     return Contents(
-        TorchDist(shards, objects, common, iteration),
+        TorchDist(shards, objects, common, iteration, loads),
         safetensors,
         folder_files,
         index_folder=iteration,
@@ -179,9 +190,14 @@ def _load(
     if config.no_load_optim:  # the rate goes by the step, whatever state the optimizer has
         trained.scheduler.step(increment=position.step * position.global_batch_size)
     else:
-        shards = describe.optimizer_shards(trained.optimizer, description, to_save=False)
-        _load_here(shards, opened, description, trained)
-        describe.restore_optimizer_common(trained.optimizer, common["optimizer"])
+        groups = common["optimizer"]
+        if isinstance(opened, StockCheckpoint) and groups.get("param_state_sharding_type") == buckets.KIND:
+            buckets.load_buckets(trained.optimizer, opened)
+            groups = buckets.read_groups(trained.optimizer, opened)
+        else:
+            shards = describe.optimizer_shards(trained.optimizer, description, to_save=False)
+            _load_here(shards, opened, description, trained)
+        describe.restore_optimizer_common(trained.optimizer, groups)
         trained.scheduler.load_state_dict(common["opt_param_scheduler"])
     if not config.no_load_rng:
         _restore_rng(opened, runtime)
@@ -196,9 +212,7 @@ def _load_here(
 ) -> None:
     """Load what this layout asks for from whatever layout the checkpoint was saved in."""
     vocab_size = trained.names.text["vocab_size"]
-    load(
-        fit_padding(shards, opened, TORCH_DIST, description.padded_keys, vocab_size), opened, TORCH_DIST
-    )
+    load(fit_padding(shards, opened, TORCH_DIST, description.padded_keys, vocab_size), opened, TORCH_DIST)
 
 
 def _position(common: dict[str, Any], config: SftConfig) -> Position:

@@ -189,6 +189,7 @@ def _check_batches(config: SftConfig) -> None:
             "the ranks can't be shared out",
             got=f"{ranks} ranks (NPROC_PER_NODE x NNODES), {per_copy} for one copy of the model",
             expected=f"a multiple of {per_copy} ranks",
+            do=_nearest_ranks(ranks, per_copy),
         )
     at_once = config.micro_batch_size * config.data_parallel_size
     if config.global_batch_size % at_once:
@@ -200,6 +201,12 @@ def _check_batches(config: SftConfig) -> None:
             expected=f"a multiple of {at_once}",
             do=f"the nearest are {lower} and {lower + at_once}" if lower else f"the smallest is {at_once}",
         )
+
+
+def _nearest_ranks(ranks: int, per_copy: int) -> str:
+    lower = ranks // per_copy * per_copy
+    more = f"start {lower or per_copy}" + (f" or {lower + per_copy}" if lower else "") + " ranks"
+    return f"{more}, or use smaller --tensor_, --pipeline_ or --context_ sizes"
 
 
 def _check_recompute(config: SftConfig) -> None:

@@ -34,8 +34,9 @@ class StockFolder:
 
 
 def find_stock(path: Path) -> StockFolder | None:
-    """The stock checkpoint at ``path``; None if there is none, or if it is one of ours (which has digests)."""
-    if (path / NAME).exists() or not path.is_dir():
+    """The stock checkpoint at ``path``; None if there is none, or if it is one of ours (which has digests),
+    committed or not."""
+    if (path / NAME).exists() or not path.is_dir() or _has_indexes(path):
         return None
     if (path / METADATA).exists():
         return StockFolder(path, "")
@@ -46,6 +47,10 @@ def find_stock(path: Path) -> StockFolder | None:
     if not tracker.exists():
         return StockFolder(path, f"{iterations[-1]}/")
     return StockFolder(path, f"{_tracked(tracker, iterations)}/")
+
+
+def _has_indexes(path: Path) -> bool:
+    return any(next(path.glob(f"{folder}__*.lf*-*.index"), None) for folder in ("", "iter_*/"))
 
 
 def _tracked(tracker: Path, iterations: list[str]) -> str:

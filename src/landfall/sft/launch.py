@@ -19,6 +19,8 @@ from landfall.sft.derive import UNSET, is_rank
 from landfall.sft.model_folder import FETCHED, read_model_config, resolve_model
 
 WORKER = "landfall.sft.worker"
+STOPPED_CODES = (3, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+"""The exit codes of a run that was asked to end (see sft.control)."""
 STOP_WITHIN_S = "600"
 """How long torchrun lets ranks save and end after a signal. Schedulers kill sooner than that."""
 
@@ -33,7 +35,7 @@ def launch(
     ``python -m``. ``environ`` has to be what child processes inherit, and gets what they need.
 
     Raises UsageError before anything is started. The exit code is that of the first rank that failed, or
-    128 + n after signal n.
+    128 + n after signal n, or 3 when --exit_duration_in_mins was over.
     """
     environ.pop(UNSET, None)
     resolved = resolve(argv, environ)
@@ -116,12 +118,15 @@ def _launch_config(config: SftConfig, log_dir: str) -> Any:
         max_nodes=config.nnodes,
         nproc_per_node=config.nproc_per_node,
         max_restarts=0,
+        signals_to_handle="SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",  # all of them reach the ranks
         logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         **meeting,
     )
 
 
 def _report_failure(rank: int, exit_code: int) -> int:
+    if exit_code in STOPPED_CODES:  # it has said so
+        return exit_code
     if exit_code >= 0:
         how, code = f"ended with exit code {exit_code}", exit_code
     else:

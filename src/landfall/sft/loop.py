@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import msgspec
 
-from landfall.errors import LandfallError, SaveError, UsageError
+from landfall.errors import LandfallError, UsageError
 from landfall.sft import cpu, runtime
-from landfall.sft.checkpoint import save_checkpoint
 from landfall.sft.config import resolve
+from landfall.sft.control import Control, StoppedEarlyError, reason
 from landfall.sft.data.batch import MicroBatch
 from landfall.sft.data.loader import eval_batches, micro_batches
+from landfall.sft.layout import check_layout
 from landfall.sft.model.step import StepResult, evaluate, train_step
 from landfall.sft.model_folder import read_model_config, resolve_model
-from landfall.sft.report import Report
+from landfall.sft.saving import Saver, told_and_survived
 from landfall.sft.setup import Run, prepare_run
 
 
@@ -28,7 +28,9 @@ def train(argv: Sequence[str]) -> None:
     cpu.install()
     resolved = resolve(argv, os.environ)
     model_folder = resolve_model(resolved.config.model, use_hf=resolved.config.use_hf)
-    resolved = resolved.with_model(read_model_config(model_folder, resolved.config.model_type))
+    model_config = read_model_config(model_folder, resolved.config.model_type)
+    resolved = resolved.with_model(model_config)
+    check_layout(resolved.config, model_config)
     rank = runtime.start(resolved.config)
     with contextlib.closing(rank):
         run = prepare_run(resolved, model_folder, rank)
@@ -37,7 +39,7 @@ def train(argv: Sequence[str]) -> None:
         except UsageError as error:  # its exit code is for what was wrong before training
             raise LandfallError(f"Training stopped after step {run.position.step}.\n{error}") from error
         finally:
-            with _told_and_survived(run.report, "finishing the log"):
+            with told_and_survived(run.report, "finishing the log"):
                 run.report.close()
     runtime.stop()
 
@@ -55,20 +57,39 @@ def train_steps(run: Run) -> None:
         config.micro_batch_size,
         config.num_workers,
     )
+    control, saver = Control(rank.coordinator, config.exit_duration_in_mins), Saver(run)
+    control.listen()
     for step, batch in enumerate(batches, start=run.position.step + 1):
         result = train_step(run.ddp, run.trained.optimizer, run.trained.scheduler, batch)
         run.position = msgspec.structs.replace(run.position, step=step)
-        with _told_and_survived(run.report, "writing the log"):
+        saver.last_values = {"loss": result.loss, "gradient norm": result.grad_norm}
+        with told_and_survived(run.report, "writing the log"):
             run.report.step(step, _values(result, run), result.num_input_tokens)
-        is_last = step == run.num_steps
-        if run.data.val is not None and (is_last or step % run.eval_interval == 0):
-            with _told_and_survived(run.report, f"the evaluation after step {step}"):
-                _evaluate(run, step)
+        is_last = control.tick() or step == run.num_steps
         if is_last or step % config.save_interval == 0:
-            _save(run, is_last)
+            saver.save(is_last=is_last)  # before anything else that can fail
+        if _evaluation_is_due(run, step) and control.exit_code is None:
+            with told_and_survived(run.report, f"the evaluation after step {step}"):
+                _evaluate(run, step, control, saver)
+        if control.exit_code is not None and step < run.num_steps:
+            saver.save(is_last=True)  # if the evaluation was cut short
+            raise _stopped(control.exit_code, run)
 
 
-def _evaluate(run: Run, step: int) -> None:
+def _stopped(exit_code: int, run: Run) -> StoppedEarlyError:
+    step = run.position.step
+    place = run.folder / f"checkpoint-{step}"
+    what = (
+        f"stopped after step {step} of {run.num_steps}, because {reason(exit_code)}; --load {place} goes on"
+    )
+    return StoppedEarlyError(what, exit_code)
+
+
+def _evaluation_is_due(run: Run, step: int) -> bool:
+    return run.data.val is not None and (step == run.num_steps or step % run.eval_interval == 0)
+
+
+def _evaluate(run: Run, step: int, control: Control, saver: Saver) -> None:
     """Every rank calls it. A rank that fails takes part with nothing, so that no other waits for it; rank 0
     raises LandfallError with what it met."""
     rank, config = run.runtime, run.config
@@ -82,8 +103,13 @@ def _evaluate(run: Run, step: int) -> None:
             failure = str(error) if isinstance(error, LandfallError) else traceback.format_exc()
             found = evaluate(run.ddp, [])
         loss_sum, num_tokens = loss_sum + found[0], num_tokens + found[1]
+        if control.tick():
+            return
     _raise_what_any_rank_met(run, step, failure)
-    run.report.evaluation(step, loss_sum / max(num_tokens, 1), num_tokens)
+    loss = loss_sum / max(num_tokens, 1)
+    run.report.evaluation(step, loss, num_tokens)
+    if rank.rank == 0:
+        saver.evaluated(step, loss)
 
 
 def _next(batches: Iterator[list[MicroBatch]], num_lists: int) -> list[MicroBatch]:
@@ -102,36 +128,6 @@ def _raise_what_any_rank_met(run: Run, step: int, failure: str) -> None:
             raise LandfallError("\n".join(failures[:5]))
 
 
-def _save(run: Run, is_last: bool) -> None:
-    """Save, and say so. A save that fails is told, and training goes on to the next, unless it was the last."""
-    step, folder = run.position.step, run.folder / f"checkpoint-{run.position.step}"
-    started = time.monotonic()
-    try:
-        manifest = save_checkpoint(
-            run.trained, folder, run.config, run.runtime, run.position, run.model_files
-        )
-    except SaveError as error:
-        if is_last:
-            raise
-        run.report.say(
-            f"NOT SAVED at step {step}; training goes on and saves again at the next interval.\n{error}"
-        )
-        return
-    seconds = time.monotonic() - started
-    run.report.say(f"saved {folder}: {manifest.num_bytes:,} bytes in {seconds:.2f} s")
-
-
 def _values(result: StepResult, run: Run) -> dict[str, float]:
     rate = max(group["lr"] for group in run.trained.optimizer.param_groups)
     return {"loss": result.loss, "learning_rate": rate, "grad_norm": result.grad_norm}
-
-
-@contextlib.contextmanager
-def _told_and_survived(report: Report, what: str) -> Iterator[None]:
-    """Whatever goes wrong inside is told, and saves are made nevertheless."""
-    try:
-        yield
-    except LandfallError as error:
-        report.say(f"FAILED: {what}; saves are not affected.\n{error}")
-    except Exception:
-        report.say(f"FAILED: {what}; saves are not affected.\n{traceback.format_exc()}")

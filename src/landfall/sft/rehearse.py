@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from landfall.format.shards import Box, Shard, whole
 from landfall.format.torch_dist import object_bytes
 from landfall.sft.checkpoint import Trained
 from landfall.sft.config import SftConfig
+from landfall.sft.model.freeze import part_of
 from landfall.sft.runtime import Runtime
 from landfall.store.local import LocalStore
 
@@ -59,7 +61,7 @@ def forget_rehearsal(folder: Path) -> None:
 
 
 def _check_room(folder: Path, trained: Trained, config: SftConfig) -> None:
-    needed = _checkpoint_bytes(trained, config)
+    needed = checkpoint_bytes(trained, config)
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise UsageError(
@@ -71,9 +73,11 @@ def _check_room(folder: Path, trained: Trained, config: SftConfig) -> None:
         )
 
 
-def _checkpoint_bytes(trained: Trained, config: SftConfig) -> int:
-    """About what one checkpoint takes, from the parameters: formats add a few percent at most."""
-    weights = sum(p.numel() * p.element_size() for p in trained.model.parameters())
-    moments = 3 * 4 * sum(p.numel() for p in trained.model.parameters() if p.requires_grad)
+def checkpoint_bytes(trained: Trained, config: SftConfig) -> int:
+    """About what one checkpoint takes, of the whole model: formats add a few percent at most."""
+    frozen = {"llm": config.freeze_llm, "vit": config.freeze_vit, "aligner": config.freeze_aligner}
+    sizes = {name: math.prod(shape) for name, shape in trained.names.megatron_shapes().items()}
+    weights = sum(sizes.values()) * next(trained.model.parameters()).element_size()
+    moments = 3 * 4 * sum(size for name, size in sizes.items() if not frozen[part_of(name)])
     num_copies = int(config.save_safetensors) + int(not (config.save_safetensors and config.no_save_optim))
     return weights * num_copies + (0 if config.no_save_optim else moments)

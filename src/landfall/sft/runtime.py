@@ -20,6 +20,9 @@ from landfall.engine.session import Session
 from landfall.engine.stage import Stager
 from landfall.sft.config import SftConfig
 
+SENDING_BYTES = 4 << 20
+"""A buffer for what one rank sends another of a matrix that they share (see engine.columns)."""
+
 
 @dataclass(frozen=True)
 class Runtime:
@@ -62,8 +65,15 @@ def start(config: SftConfig) -> Runtime:
     )
     seed_all(config.seed)
     use_every_group(device)
+    use_neighbours(device)
     coordinator = SoloCoordinator() if world_size == 1 else TCPStoreCoordinator.from_process_group()
-    return Runtime(rank, world_size, device, Session(coordinator, Stager(device)))
+    sending = Stager(device, SENDING_BYTES) if config.tensor_model_parallel_size > 1 else None
+    return Runtime(
+        rank,
+        world_size,
+        device,
+        Session(coordinator, Stager(device), config.save_deadline_s, sending_stager=sending),
+    )
 
 
 def stop() -> None:
@@ -89,6 +99,25 @@ def use_every_group(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def use_neighbours(device: torch.device) -> None:
+    """Send something to the neighbouring pipeline stages and get something from them, as training will."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return
+    neighbours = []
+    if not parallel_state.is_pipeline_first_stage():
+        neighbours.append(parallel_state.get_pipeline_model_parallel_prev_rank())
+    if not parallel_state.is_pipeline_last_stage():
+        neighbours.append(parallel_state.get_pipeline_model_parallel_next_rank())
+    group = parallel_state.get_pipeline_model_parallel_group()
+    transfers = [
+        dist.P2POp(transfer, torch.zeros(1, device=device), neighbour, group)
+        for neighbour in neighbours
+        for transfer in (dist.isend, dist.irecv)
+    ]
+    for transfer in dist.batch_isend_irecv(transfers):
+        transfer.wait()
+
+
 def _groups_of_this_rank() -> list[dist.ProcessGroup]:
     """The world and parallel_state's groups with more than one rank, each once, in an order that is the same
     on all members of a group."""
@@ -102,11 +131,15 @@ def _groups_of_this_rank() -> list[dist.ProcessGroup]:
         parallel_state.get_model_parallel_group(),
         parallel_state.get_intra_distributed_optimizer_instance_group(),  # sums gradient norms
     ]
+    if parallel_state.is_rank_in_embedding_group():  # first and last stage, which share a tied embedding
+        groups.append(parallel_state.get_embedding_group())
     return [group for group in dict.fromkeys(groups) if group is not None and dist.get_world_size(group) > 1]
 
 
 def seed_all(seed: int) -> None:
-    """The same start on every rank of a model-parallel position, as Megatron seeds it."""
+    """The same start on every rank of a model-parallel position, as Megatron seeds it: pipeline stages differ,
+    and tensor-parallel ranks in the state that is meant for what they split."""
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(seed)
     numpy.random.seed(seed)
     torch.manual_seed(seed)

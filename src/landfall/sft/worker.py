@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except LandfallError as error:
         # Start-up errors are the same on all ranks (sft.agree): one voice a node is enough.
-        if error.exit_code != 2 or os.environ.get("LOCAL_RANK", "0") == "0":
+        # So is the end of a run that was asked to end.
+        if error.exit_code == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"landfall sft: rank {rank}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except Exception:

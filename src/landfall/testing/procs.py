@@ -185,7 +185,7 @@ class Ranks:
         running = self._running()
         for rank in running:
             self.resume(rank)
-            os.kill(self._pid(rank), signal.SIGUSR1)
+            os.kill(self._pid(rank), signal.SIGUSR2)
         stacks = {}
         for rank in running:
             dump = _settled(self.folder / f"{rank}.stacks")

@@ -24,7 +24,7 @@ def run_rank(
     os.environ.update(environment)
     _redirect_output(f"{stem}.output")
     with open(f"{stem}.stacks", "w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
         try:
             import torch
 

@@ -24,6 +24,8 @@ from landfall.format.shards import Box, ObjectShard, Shard, boxes_of_flat_range
 
 OPTIMIZER_PREFIX = "optimizer.state"
 STATES = ("param", "exp_avg", "exp_avg_sq")
+STATE_BYTES = 4 * len(STATES)
+"""Of one element of a parameter: main parameters and moments are float32."""
 METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
@@ -125,6 +127,26 @@ def optimizer_shards(optimizer: Any, description: ModelDescription, *, to_save: 
     return shards
 
 
+def optimizer_loads(optimizer: Any, description: ModelDescription) -> dict[int, int]:
+    """The bytes of optimizer state that each data-parallel rank of this slice of the model writes, as all of
+    them know it from the layout of their buffers: they own equal parts of it, but not of what they share."""
+    pieces = {described.parameter: described.pieces[0] for described in description.parameters}
+    ranks = description.replicas.data
+    loads = dict.fromkeys(ranks, 0)
+    for inner in distributed_optimizers(optimizer):
+        for buffer in inner.buffers:
+            for parameter, (start, end, index) in buffer.param_index_map.items():
+                bucket, piece = buffer.buckets[index], pieces[parameter]
+                share = bucket.grad_data.numel() // len(ranks)
+                copies = 1 if piece.is_split else len(description.replicas.tensor)
+                for number, rank in enumerate(ranks):
+                    first = bucket.offset + number * share
+                    owned = max(0, min(end, first + share) - max(start, first))
+                    if piece.is_main:
+                        loads[rank] += owned * STATE_BYTES // copies
+    return loads
+
+
 def optimizer_common(optimizer: Any) -> dict[Any, Any]:
     """The optimizer's state that is no tensor, as stock megatron-core keeps it in common.pt."""
     states = [
@@ -161,9 +183,7 @@ def _owned_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, dict[str,
                         yield parameter, ranges["param"].start, state
 
 
-def _flat_shards(
-    piece: Piece, key: str, flat: torch.Tensor, start: int, replicas: Ranks
-) -> Iterator[Shard]:
+def _flat_shards(piece: Piece, key: str, flat: torch.Tensor, start: int, replicas: Ranks) -> Iterator[Shard]:
     """The part of a flat range [start, start + len) of a parameter that lies in ``piece``, as boxes."""
     length = math.prod(piece.shape)
     begin = max(start, piece.start) - piece.start
@@ -197,7 +217,7 @@ def _piece(tensor: ShardedTensor, parameter: torch.Tensor, replicas: Replicas) -
         global_shape=tuple(tensor.global_shape),
         offsets=tuple(tensor.global_offset),
         shape=(1,) * tensor.prepend_axis_num + tuple(data.shape),
-        start=(data.data_ptr() - parameter.data_ptr()) // parameter.element_size(),
+        start=int(data.storage_offset() - parameter.storage_offset()),
         num_stacked=tensor.prepend_axis_num,
         is_split=bool(getattr(parameter, "tensor_model_parallel", False)),
         is_main=not (is_tied and replicas.is_first_of_two),

@@ -31,7 +31,7 @@ def hugging_face_shards(
     are split by rows give whole rows; those that are split by columns give boxes that the ranks of
     ``description.replicas.tensor`` have to put together. Padding rows belong to no block and stay out.
     """
-    shards = []
+    shards: list[Shard] = []
     for described in description.parameters:
         for piece in described.pieces:
             if piece.is_main or not to_save:

@@ -58,6 +58,50 @@ class OutputFlags:
         "The largest safetensors file: 5GB is 5*10^9 bytes, 5GiB 5*2^30.",
         check=spec.Check("a size such as 5GB or 500MB", lambda text: size_bytes(text) is not None),
     )
+    save_total_limit: int | None = checkpoint_flag(
+        None,
+        "The most checkpoints of this run that are kept; the newest and the best are, in any case. Older ones "
+        "are removed when a newer one is committed.",
+        check=spec.COUNT,
+        default_text="all are kept",
+    )
+    save_retain_interval: int | None = checkpoint_flag(
+        None,
+        "Of the older checkpoints keep only those whose step is a multiple of this.",
+        check=spec.COUNT,
+        default_text="all are kept",
+    )
+    metric_for_best_model: str | None = checkpoint_flag(
+        None,
+        "What makes a checkpoint the best one, which --save_total_limit never removes: the loss of the "
+        "evaluation after the same step.",
+        choices=("loss", "eval_loss"),
+        default_text="none is the best",
+    )
+    greater_is_better: bool = checkpoint_flag(False, "Whether --metric_for_best_model is to be high.")
+    on_save_error: str = checkpoint_flag(
+        "retry",
+        "What happens when a save fails: retry tries again after 1, 4 and 10 s, then trains on and saves at "
+        "the next interval; continue trains on at once; stop ends the run. After the last step the run fails "
+        "in any case.",
+        choices=("retry", "continue", "stop"),
+    )
+    save_deadline_s: float = checkpoint_flag(
+        600.0,
+        "How long the ranks wait in a save for one that makes no progress, before they name it and end the "
+        "run. A long write that goes on is no reason.",
+        check=spec.POSITIVE,
+    )
+    refuse_nonfinite_save: bool = checkpoint_flag(
+        False, "Refuse to save after a step whose loss or gradient norm was not finite. false warns."
+    )
+    exit_duration_in_mins: float | None = checkpoint_flag(
+        None,
+        "Minutes of training after which the run saves and ends with exit code 3. SIGTERM and SIGUSR1, to any "
+        "rank or to the launcher, do the same with 143 and 138.",
+        check=spec.POSITIVE,
+        default_text="no limit",
+    )
     load: str | None = checkpoint_flag(
         None,
         "The checkpoint to go on from: a checkpoint-N folder, or the folder of a run, whose newest good "

@@ -11,7 +11,6 @@ training_flag = partial(spec.flag, "Training")
 optimizer_flag = partial(spec.flag, "Optimizer and learning rate")
 parallel_flag = partial(spec.flag, "Parallelism")
 
-DATA_PARALLEL_ONLY = "pass 1, or leave it out: the ranks share the work by data parallelism only, for now"
 BETA = spec.Check("a number from 0 to below 1", lambda value: 0 <= value < 1)
 
 
@@ -80,20 +79,14 @@ class TrainingFlags:
     adam_beta1: float = optimizer_flag(0.9, "Adam's decay of the mean of the gradients.", check=BETA)
     adam_beta2: float = optimizer_flag(0.95, "Adam's decay of the mean of their squares.", check=BETA)
     adam_eps: float = optimizer_flag(1e-8, "Adam's epsilon.", check=spec.POSITIVE)
-    tensor_model_parallel_size: int = parallel_flag(
-        1, "Ranks that share each layer.", check=spec.COUNT, built=(1,), do=DATA_PARALLEL_ONLY
-    )
+    tensor_model_parallel_size: int = parallel_flag(1, "Ranks that share each layer.", check=spec.COUNT)
     pipeline_model_parallel_size: int = parallel_flag(
-        1, "Ranks that each hold some of the layers.", check=spec.COUNT, built=(1,), do=DATA_PARALLEL_ONLY
+        1, "Ranks that each hold some of the layers.", check=spec.COUNT
     )
-    context_parallel_size: int = parallel_flag(
-        1, "Ranks that share each row.", check=spec.COUNT, built=(1,), do=DATA_PARALLEL_ONLY
-    )
+    context_parallel_size: int = parallel_flag(1, "Ranks that share each row.", check=spec.COUNT)
     sequence_parallel: bool = parallel_flag(
         False,
-        "Share the parts of a layer that tensor parallelism leaves whole.",
-        cpu="no: nothing to share with one tensor-parallel rank, as in Megatron",
-        gpu="no: nothing to share with one tensor-parallel rank, as in Megatron",
+        "Share the parts of a layer that tensor parallelism leaves whole. Off with one tensor-parallel rank.",
     )
     use_distributed_optimizer: bool = parallel_flag(
         True,

@@ -41,7 +41,8 @@ UNBUILT = (
     ),
     Unbuilt(
         "Other parallelism",
-        "leave it out: the ranks share the work by data parallelism only, for now",
+        "leave it out: ranks share the work by --tensor_model_parallel_size, --pipeline_model_parallel_size (the "
+        "same number of layers on each), --context_parallel_size and --sequence_parallel",
         """decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split=false account_for_loss_in_pipeline_split=false
         num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
@@ -76,9 +77,8 @@ UNBUILT = (
     ),
     Unbuilt(
         "Other ways to save and load",
-        "leave it out: a checkpoint is written every --save_interval steps, and kept",
-        """save_retain_interval save_total_limit metric_for_best_model greater_is_better save_strategy=steps
-        async_save=false use_persistent_ckpt_worker=false create_checkpoint_symlink=false
+        "leave it out: a checkpoint is written every --save_interval steps",
+        """save_strategy=steps async_save=false use_persistent_ckpt_worker=false create_checkpoint_symlink=false
         ckpt_format=torch_dist auto_detect_ckpt_format=true exit_on_missing_checkpoint=true
         no_initialization=true perform_initialization=false ckpt_fully_parallel_load=false
         ckpt_assume_constant_structure=false dist_ckpt_save_pre_mcore_014=false
