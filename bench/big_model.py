@@ -96,8 +96,12 @@ def make_data(folder: Path, model: Path, num_rows: int) -> None:
 
 def exact_answer(tokenizer: Any, question: dict[str, str], words: list[str], draw: random.Random) -> str:
     """Random words, as many as make the row ROW_TOKENS long."""
-    prompt = f"<|im_start|>user\n{question['content'].removeprefix('<image>')}<|im_end|>\n<|im_start|>assistant\n"
-    room = ROW_TOKENS - IMAGE_TOKENS - 2 - len(tokenizer(prompt)["input_ids"]) - 1  # image's brackets, <|im_end|>
+    prompt = (
+        f"<|im_start|>user\n{question['content'].removeprefix('<image>')}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    room = (
+        ROW_TOKENS - IMAGE_TOKENS - 2 - len(tokenizer(prompt)["input_ids"]) - 1
+    )  # image's brackets, <|im_end|>
     answer = draw.choice(words)
     while (missing := room - len(tokenizer(answer)["input_ids"])) > 0:
         # a digit is a token of its own, so the last few can be made up exactly

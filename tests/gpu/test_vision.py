@@ -15,7 +15,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("grids", [((1, 8, 8), (1, 8, 8)), ((1, 8, 8), (1, 4, 12), (1, 2, 2))])
-def test_gradient_checkpointing_gives_the_same_gradients_bit_for_bit(grids: tuple[tuple[int, ...], ...]) -> None:
+def test_gradient_checkpointing_gives_the_same_gradients_bit_for_bit(
+    grids: tuple[tuple[int, ...], ...],
+) -> None:
     config = tiny.config().vision_config
     grid_thw = torch.tensor(grids)
     pixels = torch.randn(int(grid_thw.prod(1).sum()), tiny.PATCH_VALUES).cuda()

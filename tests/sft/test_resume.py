@@ -106,6 +106,17 @@ def test_run_resumed_at_an_epochs_end_trains_the_epochs_that_follow(tmp_path: Pa
     assert resumed.losses == after(whole.losses, 2)
 
 
+def test_flags_of_the_resumed_run_count_and_are_told(undisturbed: Undisturbed, sft: Train) -> None:
+    whole = undisturbed(1, False)
+    longer = {**TRAINING, "train_iters": 2 * STEPS, "lr": 5e-3, "weight_decay": 0.0}
+    resumed = sft(load=whole.checkpoint(STEPS), **longer)
+    afresh = sft(**longer)
+    assert list(resumed.losses) == list(range(STEPS + 1, 2 * STEPS + 1))
+    assert resumed.values("learning_rate") == after(afresh.values("learning_rate"), STEPS)
+    for name in ("--lr 0.005", "--weight_decay 0.0", f"--train_iters {2 * STEPS}"):
+        assert f"goes on with {name} (was " in resumed.outputs[0]
+
+
 def test_finetune_starts_at_step_0_from_the_weights_alone(undisturbed: Undisturbed, sft: Train) -> None:
     whole = undisturbed(1, False)
     tuned = sft(load=whole.checkpoint(4), finetune=True, **TRAINING)

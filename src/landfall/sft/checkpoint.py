@@ -40,6 +40,11 @@ from landfall.store.local import LocalStore
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RNG_KEY = "rng_state"
+OPTIMIZER_FLAGS = (
+    *("lr", "min_lr", "lr_decay_style", "lr_warmup_fraction", "lr_warmup_iters", "vit_lr", "aligner_lr"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad", "max_epochs", "train_iters"),
+)
+"""Flags that may change when a run goes on."""
 
 
 @dataclass
@@ -72,6 +77,8 @@ class Loaded:
     """Where to go on; None if training starts at step 0, because of ``finetune``."""
     skipped: list[str]
     """Newer checkpoints that can't be used, each with the reason."""
+    changed: list[str]
+    """Flags that say something else about the optimizer than when the checkpoint was saved."""
 
 
 def save_checkpoint(
@@ -157,8 +164,8 @@ def load_checkpoint(path: Path, trained: Trained, config: SftConfig, runtime: Ru
     """
     opened, skipped = _open(path, runtime)
     with _fitting():
-        position = _load(opened, trained, config, runtime)
-    return Loaded(opened.place, position, skipped)
+        position, changed = _load(opened, trained, config, runtime)
+    return Loaded(opened.place, position, skipped, changed)
 
 
 @contextlib.contextmanager
@@ -174,7 +181,7 @@ def _fitting() -> Iterator[None]:
 
 def _load(
     opened: Checkpoint | StockCheckpoint, trained: Trained, config: SftConfig, runtime: Runtime
-) -> Position | None:
+) -> tuple[Position | None, list[str]]:
     description = describe.describe_model(trained.model)
     if isinstance(opened, Checkpoint) and TORCH_DIST not in opened.manifest.content["formats"]:
         clear_padding(description, trained.names.text["vocab_size"])
@@ -183,13 +190,11 @@ def _load(
         _load_here(describe.model_shards(description, to_save=False), opened, description, trained)
     trained.optimizer.reload_model_params()
     if config.finetune:
-        return None
+        return None, []
     common = load_object(_read_common(opened), opened.place)
     _check_resumable(common, opened, config)
     position = _position(common, config)
-    if config.no_load_optim:  # the rate goes by the step, whatever state the optimizer has
-        trained.scheduler.step(increment=position.step * position.global_batch_size)
-    else:
+    if not config.no_load_optim:
         groups = common["optimizer"]
         if isinstance(opened, StockCheckpoint) and groups.get("param_state_sharding_type") == buckets.KIND:
             buckets.load_buckets(trained.optimizer, opened)
@@ -198,10 +203,19 @@ def _load(
             shards = describe.optimizer_shards(trained.optimizer, description, to_save=False)
             _load_here(shards, opened, description, trained)
         describe.restore_optimizer_common(trained.optimizer, groups)
-        trained.scheduler.load_state_dict(common["opt_param_scheduler"])
     if not config.no_load_rng:
         _restore_rng(opened, runtime)
-    return position
+    return position, _changed_flags(common, config)
+
+
+def _changed_flags(common: dict[str, Any], config: SftConfig) -> list[str]:
+    """What this run does otherwise from here on than the run that saved; the flags of this run count."""
+    saved = common.get("args")
+    return [
+        f"--{name} {getattr(config, name)} (was {getattr(saved, name)})"
+        for name in OPTIMIZER_FLAGS
+        if hasattr(saved, name) and getattr(saved, name) != getattr(config, name)
+    ]
 
 
 def _load_here(

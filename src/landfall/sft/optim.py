@@ -95,7 +95,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         settings, [model], config_overrides=_overrides(settings, options), use_gloo_process_groups=False
     )
-    return optimizer, _scheduler(optimizer, options)
+    return optimizer, build_scheduler(optimizer, options)
 
 
 def allocate_state(optimizer: MegatronOptimizer) -> None:
@@ -128,8 +128,13 @@ def _is_in(part: str) -> Callable[[torch.Tensor, str], bool]:
     return lambda parameter, name: part_of(name.removeprefix("module.")) == part
 
 
-def _scheduler(optimizer: MegatronOptimizer, options: OptimizerOptions) -> OptimizerParamScheduler:
-    """Counts in rows, as Megatron does, so that a run can go on with another global batch size."""
+def build_scheduler(
+    optimizer: MegatronOptimizer, options: OptimizerOptions, num_rows: int = 0
+) -> OptimizerParamScheduler:
+    """The schedule that the flags say, at the point that it reaches after ``num_rows`` rows.
+
+    Counts in rows, as Megatron does, so that a run can go on with another global batch size.
+    """
     decay_rows = (options.lr_decay_iters or options.train_iters) * options.global_batch_size
     if options.lr_warmup_fraction is not None:
         warmup_rows: float = options.lr_warmup_fraction * decay_rows
@@ -147,7 +152,7 @@ def _scheduler(optimizer: MegatronOptimizer, options: OptimizerOptions) -> Optim
             got=f"lr {options.lr:g}, min_lr {options.min_lr:g}",
             do="lower min_lr",
         )
-    return OptimizerParamScheduler(
+    scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=options.lr,
@@ -160,6 +165,8 @@ def _scheduler(optimizer: MegatronOptimizer, options: OptimizerOptions) -> Optim
         wd_incr_steps=options.train_iters * options.global_batch_size,
         wd_incr_style="constant",
     )
+    scheduler.step(increment=num_rows)
+    return scheduler
 
 
 class Adam(torch.optim.Optimizer):

@@ -22,7 +22,7 @@ from landfall.sft.data.sampler import Stream, epoch_rows, train_iters
 from landfall.sft.folders import new_run_folder
 from landfall.sft.model.build import ModelOptions, build_model
 from landfall.sft.model.freeze import apply_freeze
-from landfall.sft.optim import OptimizerOptions, allocate_state, build_optimizer, wrap_ddp
+from landfall.sft.optim import OptimizerOptions, allocate_state, build_optimizer, build_scheduler, wrap_ddp
 from landfall.sft.rehearse import forget_rehearsal, rehearse
 from landfall.sft.report import Report, show_configuration
 from landfall.sft.runtime import Runtime
@@ -89,6 +89,9 @@ def prepare_run(resolved: Resolved, model_folder: Path, runtime: Runtime) -> Run
             loaded = load_checkpoint(Path(config.load), trained, config, runtime)
             position = _resume(loaded, start)
             num_steps = _count_steps(config, position)
+            rows_seen = position.step * position.global_batch_size
+            options = _optimizer_options(config, num_steps)
+            trained.scheduler = build_scheduler(trained.optimizer, options, rows_seen)
     folder = _make_run_folder(config, runtime, together)
     model_files = _read_model_files(model_folder, resolved) if runtime.rank == 0 else {}
     try:
@@ -266,6 +269,7 @@ def _introduce(
     for line in [
         *data.report.lines(),
         *(f"skipped {skipped}" for skipped in (loaded.skipped if loaded else [])),
+        *(f"goes on with {changed}" for changed in (loaded.changed if loaded else [])),
     ]:
         report.say(line)
     begins = f"goes on after step {position.step}" if position.step else "begins"

@@ -157,13 +157,16 @@ def optimizer_common(optimizer: Any) -> dict[Any, Any]:
 
 
 def restore_optimizer_common(optimizer: Any, saved: dict[Any, Any]) -> None:
-    """Put back what :func:`optimizer_common` (or stock megatron-core) saved; the tensors stay as they are."""
-    found = distributed_optimizers(optimizer)
-    for number, inner in enumerate(found):
-        state = saved if len(found) == 1 else saved[number]
-        inner.load_state_dict(
-            {key: value for key, value in state.items() if not key.startswith("param_state")}
-        )
+    """Put back the step count that :func:`optimizer_common` (or stock megatron-core) saved.
+
+    Nothing else of it: rates, betas and decay are what this run's flags say, and the tensors are loaded apart.
+    """
+    states = [saved] if "optimizer" in saved else list(saved.values())
+    groups = [group for state in states for group in state["optimizer"]["param_groups"]]
+    step = max((int(group["step"]) for group in groups if group.get("step") is not None), default=0)
+    for inner in distributed_optimizers(optimizer):
+        for group in inner.optimizer.param_groups:
+            group["step"] = step
 
 
 def distributed_optimizers(optimizer: Any) -> list[DistributedOptimizer]:
