@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from landfall.errors import UsageError
+from landfall.errors import NoCheckpointError, UsageError
 from landfall.format.manifest import NAME
 from landfall.format.torch_dist import METADATA
 
@@ -39,10 +39,13 @@ def find_stock(path: Path) -> StockFolder | None:
     if (path / NAME).exists() or not path.is_dir() or _has_indexes(path):
         return None
     if (path / METADATA).exists():
+        _refuse_uncommitted(path)
         return StockFolder(path, "")
     iterations = sorted(found.parent.name for found in path.glob(f"iter_*/{METADATA}"))
     if not iterations:
         return None
+    for iteration in iterations:
+        _refuse_uncommitted(path / iteration)
     tracker = path / TRACKER
     if not tracker.exists():
         return StockFolder(path, f"{iterations[-1]}/")
@@ -51,6 +54,18 @@ def find_stock(path: Path) -> StockFolder | None:
 
 def _has_indexes(path: Path) -> bool:
     return any(next(path.glob(f"{folder}__*.lf*-*.index"), None) for folder in ("", "iter_*/"))
+
+
+def _refuse_uncommitted(folder: Path) -> None:
+    """A save of ours that was killed just before its commit looks like a stock checkpoint."""
+    ours = [name for name in _names(folder) if re.search(r"\.lf[0-9a-f]{16}-\d+\.", name)]
+    if ours:
+        raise NoCheckpointError(
+            "A save into this folder was never committed, or its manifest is elsewhere",
+            where=str(folder),
+            got=f"{ours[0]} without {NAME}",
+            do="name the checkpoint-N folder that has the manifest, or another checkpoint",
+        )
 
 
 def _tracked(tracker: Path, iterations: list[str]) -> str:
