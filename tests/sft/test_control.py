@@ -95,9 +95,8 @@ def test_signal_to_the_launcher_saves_and_is_its_exit_code(number: int, world: W
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "landfall.cli", "sft", *flags(world, out, LONG)]
-    command[1:3] = ["-c", "from landfall.cli.main import run; run()"]
-    del command[3]
+    entry = "from landfall.cli.main import run; run()"
+    command = [sys.executable, "-c", entry, "sft", *flags(world, out, LONG)]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )

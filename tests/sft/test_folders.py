@@ -35,7 +35,9 @@ def test_tracker_that_names_nothing_is_refused(tmp_path: Path, tracker: str) -> 
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_save_of_ours_without_commit_is_not_taken_for_a_stock_checkpoint(tmp_path: Path, inside: bool) -> None:
+def test_save_of_ours_without_commit_is_not_taken_for_a_stock_checkpoint(
+    tmp_path: Path, inside: bool
+) -> None:
     iteration = stock(tmp_path / "checkpoint-5" / "iter_0000005", "__0_0.lf0123456789abcdef-3.distcp")
     with pytest.raises(NoCheckpointError, match="never committed"):
         find_stock(iteration if inside else iteration.parent)

@@ -21,6 +21,9 @@ CONNECT_S = 15.0
 """How long to try one address. The server looks up the name of whoever connects, and a name server that
 does not answer keeps it (and everybody who talks to it) waiting for 5 or 10 s."""
 
+DYING_S = 0.2
+"""How long the kernel may take to close all that a killed process had open."""
+
 SETTLE_S = 5.0
 """How much longer than its limit a client may take to give up connecting: it looks names up meanwhile."""
 
@@ -51,7 +54,9 @@ class Connections:
             try:
                 return self._ask(connection, request, until)
             except DistNetworkError:
-                pass  # perhaps only this connection: firewalls forget those that were idle for long
+                # Perhaps only this connection: firewalls forget those that were idle for long. Or the server
+                # is being killed; for a moment its port still takes connections then, which go nowhere.
+                time.sleep(DYING_S)
         try:
             # A client that can't connect says so soon after its time is up, so let it: one that is left
             # behind can bring down a process that is about to end.
