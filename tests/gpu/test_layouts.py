@@ -23,11 +23,15 @@ pytestmark = [
 @pytest.mark.parametrize("name", ["TP2", "TP2+SP", "PP2", "CP2"])
 def test_layout_trains_and_resumes_as_one_rank(name: str, world: World, tmp_path: Path) -> None:  # noqa: F811
     ranks, sizes = LAYOUTS[name]
-    one = run_sft(world, tmp_path / "one", **TRAINING)
-    run = run_sft(world, tmp_path / "run", ranks, **TRAINING, **sizes)
+    training = {
+        **TRAINING,
+        "env": {"CUDA_VISIBLE_DEVICES": "0"},
+    }  # the trainer's tests hide the GPU otherwise
+    one = run_sft(world, tmp_path / "one", **training)
+    run = run_sft(world, tmp_path / "run", ranks, **training, **sizes)
     assert run.losses == pytest.approx(one.losses, abs=1e-4)
     assert verify(run.checkpoint(4)).ok
-    back = run_sft(world, tmp_path / "back", load=run.checkpoint(2), **TRAINING)
+    back = run_sft(world, tmp_path / "back", load=run.checkpoint(2), **training)
     assert back.losses == pytest.approx(after(one.losses, 2), abs=1e-4)
 
 
