@@ -50,8 +50,15 @@ def goes_on_as_if_undisturbed(world: World, run: Sft, tmp_path: Path) -> None:
 
 
 @pytest.mark.case("g03")
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("number", "rank"),
+    [
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGTERM, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 1, marks=pytest.mark.slow),
+        (signal.SIGUSR1, 0),
+    ],
+)
 def test_signal_to_one_rank_saves_and_ends_all(
     number: int, rank: int, world: World, out: Path, tmp_path: Path
 ) -> None:
