@@ -32,7 +32,7 @@ test: lint types imports
 	$(BIN)/pytest -n 2
 
 slow: setup
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n 2
 
 demo: setup
 	$(BIN)/landfall demo
