@@ -88,12 +88,11 @@ def save_checkpoint(
     runtime: Runtime,
     position: Position,
     files: dict[str, bytes],
-    notes: dict[str, object] | None = None,
     total_bytes: int = 0,
 ) -> Manifest:
     """Save checkpoint-N, every rank; committed on return, SaveError (and the older ones whole) otherwise.
 
-    ``notes`` go into the manifest; ``total_bytes`` is about what all ranks will write.
+    ``total_bytes`` is about what all ranks will write.
 
     From the first line to the last there is no collective and no device allocation.
     """
@@ -101,7 +100,7 @@ def save_checkpoint(
 
     def contents() -> Contents:
         made = _contents(trained, config, runtime, position, files)
-        return dataclasses.replace(made, notes={**made.notes, **(notes or {})}, total_bytes=total_bytes)
+        return dataclasses.replace(made, total_bytes=total_bytes)
 
     return save(contents, LocalStore(folder), runtime.session, step=step)
 

@@ -62,7 +62,6 @@ def train_steps(run: Run) -> None:
     for step, batch in enumerate(batches, start=run.position.step + 1):
         result = train_step(run.ddp, run.trained.optimizer, run.trained.scheduler, batch)
         run.position = msgspec.structs.replace(run.position, step=step)
-        saver.last_values = {"loss": result.loss, "gradient norm": result.grad_norm}
         with told_and_survived(run.report, "writing the log"):
             run.report.step(step, _values(result, run), result.num_input_tokens)
         is_last = control.tick() or step == run.num_steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import time
 import traceback
@@ -31,8 +30,6 @@ class Saver:
         self._run = run
         self._saved_step = -1
         self._metrics: dict[int, dict[str, float]] = {}
-        self.last_values: dict[str, float] = {}
-        """Loss and gradient norm of the last step."""
 
     def save(self, *, is_last: bool) -> None:
         """Save now, if this step is not saved yet.
@@ -77,15 +74,6 @@ class Saver:
 
     def _attempt(self) -> Manifest:
         run, step = self._run, self._run.position.step
-        broken = {name: value for name, value in self.last_values.items() if not math.isfinite(value)}
-        if broken and run.config.refuse_nonfinite_save:
-            raise RefusedError(
-                "The save is refused, because training has diverged",
-                where=f"step {step}",
-                got=", ".join(f"{name} {value}" for name, value in broken.items()),
-                do="go on from the last checkpoint; --refuse_nonfinite_save false saves nevertheless",
-            )
-        notes: dict[str, object] = {"not_finite": sorted(broken)} if broken else {}
         folder = run.folder / f"checkpoint-{step}"
         return save_checkpoint(
             run.trained,
@@ -94,7 +82,6 @@ class Saver:
             run.runtime,
             run.position,
             run.model_files,
-            notes,
             checkpoint_bytes(run.trained, run.config),
         )
 
@@ -103,9 +90,6 @@ class Saver:
         if (since := manifest.content.get("unchanged_since")) is not None:
             text = f"no tensor has changed since step {since}: nothing was trained"
             self._run.report.say(f"WARNING: checkpoint-{manifest.step} is like the one before; {text}.")
-        if broken := manifest.content.get("not_finite"):
-            text = f"{' and '.join(broken)} of its last step are not finite"
-            self._run.report.say(f"WARNING: checkpoint-{manifest.step} is of a run that diverged: {text}.")
 
     def evaluated(self, step: int, loss: float) -> None:
         """Remember what an evaluation found, and keep the best checkpoint accordingly. Rank 0."""

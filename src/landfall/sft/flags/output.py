@@ -92,9 +92,6 @@ class OutputFlags:
         "run. A long write that goes on is no reason.",
         check=spec.POSITIVE,
     )
-    refuse_nonfinite_save: bool = checkpoint_flag(
-        False, "Refuse to save after a step whose loss or gradient norm was not finite. false warns."
-    )
     exit_duration_in_mins: float | None = checkpoint_flag(
         None,
         "Minutes of training after which the run saves and ends with exit code 3. SIGTERM and SIGUSR1, to any "
